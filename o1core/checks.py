@@ -1,0 +1,142 @@
+"""The door: every argument is checked here once, and a refusal names argument, rule and value.
+
+Numbers that pass can no longer overflow float32 further in (docs/operator.md section 8): with
+`|q|, |k| <= 2^48`, `head_dim <= 2^16` and `scale <= 2^14` a logit stays below 2^126, and with
+`|v| <= 2^96` the far numerator survives 2^32 evicted keys.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = [
+    "F32",
+    "MAX_KEY",
+    "MAX_VALUE",
+    "as_float32",
+    "as_host_array",
+    "integer",
+    "real",
+    "require_finite",
+]
+
+F32 = npt.NDArray[np.float32]
+MAX_KEY = 2.0**48
+MAX_VALUE = 2.0**96
+
+
+def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
+    """`value` as an int within `[low, high]`; bools and floats are a TypeError."""
+    if isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {value!r}") from None
+    if number < low or (high is not None and number > high):
+        limit = f">= {low}" if high is None else f"between {low} and {high}"
+        raise ValueError(f"{name} must be {limit}, got {number}")
+    return number
+
+
+def real(name: str, value: Any, low: float, high: float) -> float:
+    """`value` as a float within `[low, high]`; NaN, bools and strings are refused."""
+    if isinstance(value, (bool, np.bool_, str, bytes)):
+        raise TypeError(f"{name} must be a real number, got {value!r}")
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} must be a real number, got {value!r}") from None
+    if not low <= number <= high:
+        raise ValueError(f"{name} must be between {low:g} and {high:g}, got {number!r}")
+    return number
+
+
+def as_host_array(name: str, value: Any) -> npt.NDArray[Any]:
+    """A numpy view (or copy, where the device or dtype demands one) of any array-like object.
+
+    Accepts numpy arrays and whatever offers DLPack, the buffer protocol or `__array__`, with a
+    float16, bfloat16, float32 or float64 dtype. Anything else is a TypeError.
+    """
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(f"{name} must not be a masked array: fill it first, e.g. {name}.filled(0)")
+    array = value if isinstance(value, np.ndarray) else _from_protocol(name, value)
+    if array.dtype.name not in ("float16", "bfloat16", "float32", "float64"):
+        raise TypeError(
+            f"{name} must have dtype float16, bfloat16, float32 or float64, got {array.dtype}"
+        )
+    return array
+
+
+def _from_protocol(name: str, value: Any) -> npt.NDArray[Any]:
+    if type(value).__module__.partition(".")[0] == "torch":
+        # numpy has no bfloat16, and autograd and device memory do not cross DLPack by themselves.
+        value = value.detach().cpu()
+        if str(value.dtype) == "torch.bfloat16":
+            value = value.float()
+    if hasattr(value, "__dlpack__"):
+        try:
+            return np.from_dlpack(value, device="cpu")
+        except (TypeError, ValueError, BufferError, RuntimeError) as fault:
+            # jax's bfloat16 has no numpy twin in DLPack but converts through __array__.
+            if not hasattr(value, "__array__"):
+                raise TypeError(f"{name} cannot be read through DLPack: {fault}") from fault
+    if hasattr(value, "__array__") or _has_buffer(value):
+        array: npt.NDArray[Any] = np.asarray(value)
+        return array
+    raise TypeError(
+        f"{name} must be an array (numpy, DLPack or buffer protocol), got {type(value).__name__}"
+    )
+
+
+def _has_buffer(value: Any) -> bool:
+    try:
+        memoryview(value).release()
+    except TypeError:
+        return False
+    return not isinstance(value, (bytes, bytearray))
+
+
+def as_float32(array: npt.NDArray[Any]) -> F32:
+    """C-contiguous float32 of a checked array; no copy when it already is that."""
+    return np.ascontiguousarray(array, dtype=np.float32)
+
+
+def require_finite(
+    name: str, array: npt.NDArray[Any], limit: float, *, row_axis: int = 0, way_out: str = ""
+) -> None:
+    """ValueError naming array, row, position and value unless every `|x| <= limit`."""
+    if array.size == 0:
+        return
+    # One test for NaN, infinity and range: NaN survives max and min, and compares false.
+    with np.errstate(invalid="ignore"):
+        largest = max(float(array.max()), -float(array.min()))
+        if largest <= limit:
+            return
+        bad = ~(np.abs(array.astype(np.float64)) <= limit)
+    where = np.argwhere(bad)[0]
+    found = float(array[tuple(where)])
+    rule = "finite" if not math.isfinite(found) else f"at most {limit:.3g} in magnitude"
+    raise ValueError(
+        f"{name} must be {rule}: row {where[row_axis]} holds {found} "
+        f"at index {tuple(int(i) for i in where)}{way_out}"
+    )
+
+
+def shape_error(name: str, got: Sequence[int], want: Sequence[int | str]) -> ValueError:
+    """The error for an array of the wrong shape; says so when two axes look swapped."""
+    text = f"{name} must have shape [{', '.join(map(str, want))}], got {tuple(got)}"
+    if len(got) == len(want):
+        fixed = [i for i, size in enumerate(want) if isinstance(size, int)]
+        for i in range(len(got) - 1):
+            swapped = list(got)
+            swapped[i], swapped[i + 1] = swapped[i + 1], swapped[i]
+            if all(swapped[j] == want[j] for j in fixed):
+                return ValueError(f"{text}: axes {i} and {i + 1} look swapped")
+    return ValueError(text)

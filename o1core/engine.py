@@ -1,0 +1,531 @@
+"""`O1Batch` and `Layer`: what a host application talks to."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from o1core import registry
+from o1core.checks import (
+    F32,
+    MAX_KEY,
+    MAX_VALUE,
+    as_float32,
+    as_host_array,
+    require_finite,
+    shape_error,
+)
+from o1core.config import Config, Geometry
+from o1core.errors import BackendFallbackWarning, BackendUnavailable
+from o1core.executor import Executor
+from o1core.layout import GroupMeta, state_buffers
+from o1core.plan import Plan
+from o1core.seal import seal
+from o1core.state import LayerState, state_from_buffers
+
+__all__ = ["Layer", "O1Batch", "Snapshot"]
+
+
+class O1Batch:
+    """A device opened once, on which any number of layers run.
+
+    backend: "auto" (the best usable one), a backend's name, or an `Executor` object.
+    fallback: the backend that takes over, with a `BackendFallbackWarning`, when the one asked for
+        is not usable; `None` raises `BackendUnavailable` instead.
+    device: which device, in the backend's own terms; `None` lets it choose.
+
+    `engine.backend`, `engine.device` and `engine.reason` say what it runs on and why. Calls from
+    several threads are safe; they take turns. Use it as a context manager, or call `close()`.
+    """
+
+    def __init__(
+        self,
+        backend: str | Executor = "auto",
+        *,
+        fallback: str | None = "numpy",
+        device: Any = None,
+    ) -> None:
+        if not isinstance(backend, (str, Executor)):
+            raise TypeError(
+                f"backend must be a name or an Executor object, got {type(backend).__name__}"
+            )
+        if not (fallback is None or isinstance(fallback, str)):
+            raise TypeError(f"fallback must be a backend's name or None, got {fallback!r}")
+        self._fallback = fallback
+        self._spare: Executor | None = None
+        self._lock = threading.RLock()
+        self._closed = False
+        self._executor, self.reason = self._open(backend, device)
+
+    def _open(self, backend: str | Executor, device: Any) -> tuple[Executor, str]:
+        if isinstance(backend, Executor):
+            if device is not None:
+                raise ValueError(
+                    f"device must be None when backend is an Executor object, got {device!r}"
+                )
+            return backend, "an Executor object was given"
+        try:
+            if backend == "auto":
+                executor, reason, faults = registry.open_auto(device)
+                if faults:
+                    _warn(f"auto passed over a broken backend: {'; '.join(faults)}")
+                return executor, "; ".join([reason, *faults])
+            return registry.open_backend(backend, device), f"{backend} was asked for"
+        except BackendUnavailable as fault:
+            if self._fallback is None or self._fallback == backend:
+                raise
+            executor = registry.open_backend(self._fallback)
+            reason = f"{self._fallback} took over: {fault}"
+            _warn(reason)
+            return executor, reason
+
+    @property
+    def backend(self) -> str:
+        """Name of the backend that runs."""
+        return self._executor.name
+
+    @property
+    def device(self) -> str:
+        """What it really runs on."""
+        return self._executor.device
+
+    def seal(
+        self, q: Any, k: Any, v: Any, config: Config | None = None, *, check_finite: bool = True
+    ) -> Layer:
+        """A layer from the rows of a prompt (docs/operator.md section 2).
+
+        q `[rows, heads, head_dim]`, k `[rows, groups, head_dim]`, v `[rows, groups, value_dim]`,
+        already rotated, heads a multiple of groups; a leading batch axis on all three makes a layer
+        of as many sequences. Arrays with the buffer or DLPack protocol, float16, bfloat16, float32
+        or float64. A prompt of fewer than `config.seal_rows` rows gives an exact-only layer, which
+        seals itself once it has seen that many (section 7).
+
+        Raises TypeError or ValueError naming the argument, the rule and the value.
+        """
+        config = Config() if config is None else config
+        if not isinstance(config, Config):
+            raise TypeError(f"config must be a Config, got {type(config).__name__}")
+        arrays = {name: as_host_array(name, x) for name, x in (("q", q), ("k", k), ("v", v))}
+        geometry, batch = _prompt_geometry(arrays, config)
+        rows = _fold(arrays, batch, check_finite)
+        return self.load(seal(*rows, config, geometry, batch))
+
+    def load(self, state: LayerState) -> Layer:
+        """A layer that goes on from a state, from whatever backend or machine it came."""
+        if not isinstance(state, LayerState):
+            raise TypeError(f"state must be a LayerState, got {type(state).__name__}")
+        with self._lock:
+            executor = self._executor_for(state)
+            return Layer(self, executor, state.config, state.batch, _place(executor, state))
+
+    def _executor_for(self, state: LayerState) -> Executor:
+        """The engine's executor, or the fallback where it cannot run this layer.
+
+        An exact-only layer must run both as it is and once it has sealed itself.
+        """
+        self._require_open()
+        executor = self._executor
+        geometries = {state.geometry, _sealed_geometry(state.config, state.geometry, state.batch)}
+        reasons = sorted({r for g in geometries for r in executor.unsupported(Plan.build(g, 1))})
+        if not reasons:
+            return executor
+        unavailable = BackendUnavailable(executor.name, reasons)
+        if self._fallback is None or self._fallback == executor.name:
+            raise unavailable
+        if self._spare is None:
+            self._spare = registry.open_backend(self._fallback)
+        _warn(f"this layer runs on {self._fallback}: {unavailable}")
+        return self._spare
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this engine is closed: open another O1Batch")
+
+    def close(self) -> None:
+        """Release the device; the layers of this engine cannot be used any more."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._executor.close()
+            if self._spare is not None:
+                self._spare.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        fault: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"O1Batch(backend={self.backend!r}, device={self.device!r})"
+
+
+@dataclass(frozen=True, eq=False)
+class _Standing:
+    """Where a layer stands; replaced as a whole, so a call has either happened or not.
+
+    prompt_q holds the queries of an exact-only layer, with which it will be sealed; a sealed layer
+    has none.
+    """
+
+    geometry: Geometry
+    handle: Any
+    meta: tuple[GroupMeta, ...]
+    prompt_q: F32 | None
+
+    @property
+    def rows_seen(self) -> int:
+        return self.geometry.sinks + self.meta[0].length + self.meta[0].far
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """A layer's state kept on its device; `Layer.restore` goes back to it, as often as wanted."""
+
+    _layer: Layer
+    _standing: _Standing
+
+    @property
+    def rows_seen(self) -> int:
+        """Rows of the sequence at the time of the snapshot."""
+        return self._standing.rows_seen
+
+
+class Layer:
+    """One attention layer with constant memory. Made by `O1Batch.seal` and `O1Batch.load`."""
+
+    def __init__(
+        self,
+        engine: O1Batch,
+        executor: Executor,
+        config: Config,
+        batch: int | None,
+        standing: _Standing,
+    ) -> None:
+        self._engine = engine
+        self._executor = executor
+        self._config = config
+        self._batch = batch
+        self._at = standing
+
+    @property
+    def config(self) -> Config:
+        """The settings it was sealed with."""
+        return self._config
+
+    @property
+    def geometry(self) -> Geometry:
+        """The sizes it runs with now; an exact-only layer changes them when it seals."""
+        return self._at.geometry
+
+    @property
+    def batch(self) -> int | None:
+        """Sequences that advance together, `None` for a layer without batch axis."""
+        return self._batch
+
+    @property
+    def exact_only(self) -> bool:
+        """True while too few rows were seen to seal; every key is then exact (section 7)."""
+        return self._at.prompt_q is not None
+
+    @property
+    def rows_seen(self) -> int:
+        """Rows of the sequence so far, prompt included."""
+        return self._at.rows_seen
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the layer's state (see `LayerState`); constant once it is sealed."""
+        kept = 0 if self._at.prompt_q is None else self._at.prompt_q.nbytes
+        return kept + sum(b.nbytes for b in state_buffers(self._at.geometry))
+
+    @property
+    def backend(self) -> str:
+        """Name of the backend this layer runs on: the engine's, or its fallback."""
+        return self._executor.name
+
+    @property
+    def device(self) -> str:
+        """What this layer really runs on."""
+        return self._executor.device
+
+    def extend(self, q: Any, k: Any, v: Any, *, check_finite: bool = True) -> F32:
+        """Attention of the next rows; the state moves past them (docs/operator.md sections 3-5).
+
+        q `[rows, heads, head_dim]`, k `[rows, groups, head_dim]`, v `[rows, groups, value_dim]`
+        with any number of rows, also none; with a leading batch axis if the layer has one. Inputs
+        as for `O1Batch.seal`. Returns `[rows, heads, value_dim]` float32, batch axis in front.
+
+        Raises TypeError or ValueError naming argument, rule and value; RuntimeError when the
+        backend fails. After any exception the state is bit for bit what it was before the call.
+        """
+        arrays = {name: as_host_array(name, x) for name, x in (("q", q), ("k", k), ("v", v))}
+        self._check_shapes(arrays)
+        rows = _fold(arrays, self._batch, check_finite)
+        with self._engine._lock:
+            self._engine._require_open()
+            out = self._advance(*rows, check_finite)
+        return _unfold(out, self._batch)
+
+    def _check_shapes(self, arrays: dict[str, npt.NDArray[Any]]) -> None:
+        g, sequences = self._at.geometry, self._batch or 1
+        groups = g.groups // sequences
+        want: dict[str, tuple[int, int]] = {
+            "q": (groups * g.heads_per_group, g.head_dim),
+            "k": (groups, g.head_dim),
+            "v": (groups, g.value_dim),
+        }
+        for name, array in arrays.items():
+            lead: tuple[int | str, ...] = ("rows",) if self._batch is None else (sequences, "rows")
+            rows_axis = len(lead) - 1
+            full = (*lead, *want[name])
+            fits = array.ndim == len(full) and all(
+                isinstance(size, str) or size == got
+                for size, got in zip(full, array.shape, strict=True)
+            )
+            if not fits:
+                raise shape_error(name, array.shape, full)
+            if array.shape[rows_axis] != arrays["q"].shape[rows_axis]:
+                raise ValueError(
+                    f"{name} must have as many rows as q, {arrays['q'].shape[rows_axis]}, "
+                    f"got {array.shape[rows_axis]}"
+                )
+
+    def _advance(self, q: F32, k: F32, v: F32, check_finite: bool) -> F32:
+        before, rows = self._at, len(q)
+        # An exact-only layer seals in the middle of a call, as soon as it has seen enough rows, so
+        # that it does not matter how a stream is cut into calls.
+        first = rows
+        if before.prompt_q is not None:
+            first = min(rows, self._config.seal_rows - before.rows_seen)
+        plans = [Plan.build(before.geometry, first)]
+        if first < rows:
+            sealed = _sealed_geometry(self._config, before.geometry, self._batch)
+            plans.append(Plan.build(sealed, rows - first))
+        plans[0].meta_after(before.meta)
+        for plan in plans:
+            if reasons := self._executor.unsupported(plan):
+                raise BackendUnavailable(self._executor.name, reasons)
+        out = np.empty((rows, before.geometry.heads, before.geometry.value_dim), np.float32)
+        checkpoint = self._executor.checkpoint(before.handle, plans)
+        try:
+            at = self._run(plans[0], before, q[:first], k[:first], v[:first], out[:first])
+            if at.prompt_q is not None and at.rows_seen == self._config.seal_rows:
+                at = self._seal(at)
+                if first < rows:
+                    at = self._run(plans[1], at, q[first:], k[first:], v[first:], out[first:])
+            if check_finite and not _all_finite(out):
+                raise RuntimeError(
+                    f"backend {self.backend} returned NaN or infinity for finite rows; "
+                    "the layer is as it was before the call"
+                )
+            self._at = at
+        except BaseException:
+            self._at = before
+            self._executor.rollback(before.handle, checkpoint)
+            raise
+        return out
+
+    def _run(self, plan: Plan, at: _Standing, q: F32, k: F32, v: F32, out: F32) -> _Standing:
+        """One plan from one standing to the next, checked against the plan's prediction."""
+        if plan.rows == 0:
+            return at
+        want = plan.meta_after(at.meta)
+        got = tuple(
+            GroupMeta(*group) for group in self._executor.run(plan, at.handle, q, k, v, out)
+        )
+        if got != want:
+            raise RuntimeError(
+                f"backend {self.backend} holds meta {got} after {plan.rows} rows where the plan "
+                f"predicts {want}; the layer is as it was before the call"
+            )
+        prompt_q = None if at.prompt_q is None else np.concatenate((at.prompt_q, q))
+        return _Standing(at.geometry, at.handle, want, prompt_q)
+
+    def _seal(self, at: _Standing) -> _Standing:
+        """The standing of an exact-only layer that has seen enough rows."""
+        assert at.prompt_q is not None
+        buffers = self._executor.read(at.handle)
+        # Nothing was evicted yet, so slot p holds row p.
+        k, v = (buffers[name][:, : at.rows_seen].swapaxes(0, 1) for name in ("ring_k", "ring_v"))
+        geometry = _sealed_geometry(self._config, at.geometry, self._batch)
+        state = seal(at.prompt_q, k, v, self._config, geometry, self._batch)
+        return _place(self._executor, state)
+
+    def state(self) -> LayerState:
+        """The whole state as numpy copies; save it, or load it into any engine."""
+        with self._engine._lock:
+            self._engine._require_open()
+            at = self._at
+            return state_from_buffers(
+                self._config, at.geometry, self._executor.read(at.handle), self._batch, at.prompt_q
+            )
+
+    def snapshot(self) -> Snapshot:
+        """The state kept on the device, to go back to with `restore`."""
+        with self._engine._lock:
+            self._engine._require_open()
+            return Snapshot(self, self._copy(self._at))
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Go back to a snapshot of this layer or of a fork of it; the snapshot stays usable.
+
+        ValueError for a snapshot of another engine or of a layer with other settings.
+        """
+        if not isinstance(snapshot, Snapshot):
+            raise TypeError(f"snapshot must be a Snapshot, got {type(snapshot).__name__}")
+        source = snapshot._layer
+        if source._executor is not self._executor:
+            raise ValueError(
+                "snapshot must come from a layer of this engine, got one of another: "
+                "move states between engines with layer.state() and engine.load()"
+            )
+        if source._kind() != self._kind():
+            raise ValueError(
+                f"snapshot must come from a layer of the same settings and sizes, {self._kind()}, "
+                f"got {source._kind()}"
+            )
+        with self._engine._lock:
+            self._engine._require_open()
+            self._at = self._copy(snapshot._standing)
+
+    def fork(self) -> Layer:
+        """An independent layer that goes on from the same state, on the same engine."""
+        with self._engine._lock:
+            self._engine._require_open()
+            return Layer(
+                self._engine, self._executor, self._config, self._batch, self._copy(self._at)
+            )
+
+    def _copy(self, at: _Standing) -> _Standing:
+        return replace(at, handle=self._executor.copy(at.handle, at.geometry))
+
+    def _kind(self) -> tuple[Any, ...]:
+        g = self._at.geometry
+        return self._config, self._batch, (g.groups, g.heads_per_group, g.head_dim, g.value_dim)
+
+    def __repr__(self) -> str:
+        g = self._at.geometry
+        kind = "exact-only" if self.exact_only else f"{g.far.name} far field"
+        batch = "" if self._batch is None else f", batch {self._batch}"
+        return (
+            f"<Layer on {self.backend}: {g.groups} groups x {g.heads_per_group} heads{batch}, "
+            f"{kind}, {self.rows_seen} rows seen, {self.nbytes:,} bytes>"
+        )
+
+
+def _place(executor: Executor, state: LayerState) -> _Standing:
+    """A state put on the executor's device."""
+    handle = executor.allocate(state.geometry)
+    executor.write(handle, state.buffers())
+    prompt_q = state.arrays["prompt_q"] if state.exact_only else None
+    return _Standing(state.geometry, handle, state.groups_meta, prompt_q)
+
+
+def _sealed_geometry(config: Config, geometry: Geometry, batch: int | None) -> Geometry:
+    """The geometry that an exact-only layer gets when it seals; a sealed one keeps its own."""
+    sequences = batch or 1
+    sealed = config.geometry(
+        groups=geometry.groups // sequences,
+        heads_per_group=geometry.heads_per_group,
+        head_dim=geometry.head_dim,
+        value_dim=geometry.value_dim,
+        rows=config.seal_rows,
+        batch=sequences,
+    )
+    # A longer prompt gave a sealed layer more landmarks.
+    return replace(sealed, landmarks=max(sealed.landmarks, geometry.landmarks))
+
+
+def _prompt_geometry(
+    arrays: dict[str, npt.NDArray[Any]], config: Config
+) -> tuple[Geometry, int | None]:
+    """Geometry and batch of a prompt, or the error that says what does not fit."""
+    q, k, v = (arrays[name] for name in ("q", "k", "v"))
+    axes = {
+        "q": ("rows", "heads", "head_dim"),
+        "k": ("rows", "groups", "head_dim"),
+        "v": ("rows", "groups", "value_dim"),
+    }
+    for name, array in arrays.items():
+        if array.ndim not in (3, 4):
+            raise shape_error(name, array.shape, axes[name])
+        if array.ndim != q.ndim:
+            raise ValueError(f"{name} must have {q.ndim} axes like q, got shape {array.shape}")
+        if 0 in (*array.shape[: q.ndim - 3], *array.shape[-2:]):
+            raise ValueError(f"{name} must have no empty axis but rows, got shape {array.shape}")
+    batch = q.shape[0] if q.ndim == 4 else None
+    rows, heads, head_dim = q.shape[-3:]
+    groups, value_dim = v.shape[-2:]
+    for name, array, want in (
+        ("k", k, (*q.shape[:-2], groups, head_dim)),
+        ("v", v, (*q.shape[:-2], groups, value_dim)),
+    ):
+        if array.shape != want:
+            raise shape_error(name, array.shape, want)
+    if heads % groups:
+        raise ValueError(
+            f"q must have a multiple of the {groups} groups of k as heads, got {heads}"
+        )
+    geometry = config.geometry(
+        groups=groups,
+        heads_per_group=heads // groups,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        rows=rows,
+        batch=batch or 1,
+    )
+    return geometry, batch
+
+
+def _fold(
+    arrays: dict[str, npt.NDArray[Any]], batch: int | None, check_finite: bool
+) -> tuple[F32, F32, F32]:
+    """Checked float32 rows `[rows, heads, dim]`, the sequences of a batch as further groups."""
+    folded: list[F32] = []
+    for name, array in arrays.items():
+        if check_finite:
+            require_finite(
+                name,
+                array,
+                MAX_VALUE if name == "v" else MAX_KEY,
+                row_axis=0 if batch is None else 1,
+                way_out=" (check_finite=False skips this check)",
+            )
+        if batch is not None:
+            array = array.swapaxes(0, 1)
+        with np.errstate(all="ignore"):  # unchecked values may overflow in the rounding
+            flat = as_float32(array)
+        folded.append(flat if batch is None else flat.reshape(len(flat), -1, flat.shape[-1]))
+    return folded[0], folded[1], folded[2]
+
+
+def _unfold(out: F32, batch: int | None) -> F32:
+    """`[rows, heads, value_dim]` with the batch axis back in front."""
+    if batch is None:
+        return out
+    rows, heads, dim = out.shape
+    apart = out.reshape(rows, batch, heads // batch, dim).swapaxes(0, 1)
+    return np.ascontiguousarray(apart)
+
+
+def _all_finite(out: F32) -> bool:
+    # NaN survives max and min; this makes no temporary.
+    return out.size == 0 or bool(np.isfinite(out.max()) and np.isfinite(out.min()))
+
+
+def _warn(text: str) -> None:
+    # The frames between here and the caller's own line differ; skip all of this package.
+    warnings.warn(text, BackendFallbackWarning, stacklevel=4)

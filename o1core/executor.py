@@ -1,0 +1,92 @@
+"""The executor protocol: what a backend does, and nothing of what it computes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+import numpy.typing as npt
+
+from o1core.checks import F32
+from o1core.config import Geometry
+from o1core.layout import Meta
+from o1core.plan import Plan
+
+__all__ = ["Executor"]
+
+Buffers = Mapping[str, npt.NDArray[Any]]
+
+
+class Executor(ABC):
+    """One device that runs plans. Subclass it, and name the class in the entry-point group.
+
+    A *handle* is whatever the executor keeps for one layer's state; o1core never looks inside.
+    Arrays that cross this interface are C-contiguous, of the shapes and dtypes of the plan's buffer
+    table, and already checked: rows are finite unless the caller opted out.
+
+    Only `open`, `allocate`, `write`, `read`, `run` and `unsupported` must be written. The others
+    are derived from them, at the price of copies through the host.
+    """
+
+    name: ClassVar[str]
+    """The name users pass as `backend=`; must be that of the entry point."""
+
+    auto_rank: ClassVar[int] = -1
+    """`backend="auto"` tries ranks from high to low; below 0 it is taken only when asked for."""
+
+    software: bool = False
+    """True for a GPU interface that runs on the CPU (llvmpipe): "auto" passes over it."""
+
+    device: str = ""
+    """What it really runs on, for people: adapter name and kind."""
+
+    @classmethod
+    @abstractmethod
+    def open(cls, device: Any = None) -> Self:
+        """An executor on the given device, `None` for the best one.
+
+        Raises `BackendUnavailable` with every reason and its fix when this machine has none.
+        """
+
+    @abstractmethod
+    def unsupported(self, plan: Plan) -> list[str]:
+        """All reasons why this plan cannot run here; empty means it can."""
+
+    @abstractmethod
+    def allocate(self, geometry: Geometry) -> Any:
+        """A handle for the state of one layer, contents undefined until `write`."""
+
+    @abstractmethod
+    def write(self, handle: Any, buffers: Buffers) -> None:
+        """Set the state buffers of a handle."""
+
+    @abstractmethod
+    def read(self, handle: Any) -> dict[str, npt.NDArray[Any]]:
+        """The state buffers of a handle, as new arrays."""
+
+    @abstractmethod
+    def run(self, plan: Plan, handle: Any, q: F32, k: F32, v: F32, out: F32) -> Meta:
+        """Run the plan's dispatches in order: fill `out`, advance the state.
+
+        q `[rows, G*H, d]`, k `[rows, G, d]`, v `[rows, G, dv]` are read only. Returns the meta the
+        device now holds, which the caller compares with `plan.meta_after`.
+        """
+
+    def close(self) -> None:
+        """Release the device; handles are dead afterwards."""
+        return
+
+    def copy(self, handle: Any, geometry: Geometry) -> Any:
+        """An independent handle with the same state."""
+        twin = self.allocate(geometry)
+        self.write(twin, self.read(handle))
+        return twin
+
+    def checkpoint(self, handle: Any, plans: Sequence[Plan]) -> Any:
+        """What `rollback` needs to undo running these plans; taken before they run."""
+        return self.read(handle)
+
+    def rollback(self, handle: Any, checkpoint: Any) -> None:
+        """Put the handle back to the checkpoint, bit for bit, whatever happened since."""
+        self.write(handle, checkpoint)

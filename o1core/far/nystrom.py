@@ -1,0 +1,209 @@
+"""The landmark far field (docs/operator.md sections 2 to 4).
+
+Per head: a mixing matrix, and for each landmark the maximum, mass and numerator of every key that
+left the window, as seen by that landmark's query.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from o1core.checks import F32
+from o1core.far.base import Arrays, FarField
+from o1core.layout import Buffer, Kernel, Meta
+
+if TYPE_CHECKING:
+    from o1core.config import Geometry
+
+F64 = npt.NDArray[np.float64]
+
+# Keys absorbed by one product while sealing: long enough for BLAS, short enough for the cache.
+SEAL_BLOCK = 512
+# A failed factorisation is tried again with the ridge tenfold, this many times.
+RIDGE_TRIES = 12
+F32_MAX = float(np.finfo(np.float32).max)
+
+
+class Nystrom(FarField):
+    """Landmark means, a mixing matrix a head, and running sums over the evicted keys."""
+
+    name = "nystrom"
+    before_attend = (
+        Kernel(
+            "far_e",
+            ("heads", "landmarks"),
+            ("meta", "ring_k", "q_landmarks", "far_max_mass"),
+            ("scratch",),
+        ),
+    )
+    after_attend = (
+        Kernel(
+            "far_commit",
+            ("heads", "landmarks"),
+            ("meta", "ring_v", "scratch"),
+            ("far_max_mass", "far_num"),
+        ),
+    )
+    attend_reads = ("k_landmarks", "mix", "far_num", "scratch")
+
+    def arrays(self, g: Geometry) -> dict[str, tuple[int, ...]]:
+        head = (g.groups, g.heads_per_group, g.landmarks)
+        return {
+            "k_landmarks": (g.groups, g.landmarks, g.head_dim),
+            "q_landmarks": (*head, g.head_dim),
+            "mix": (*head, g.landmarks),
+            "far_max": head,
+            "far_mass": head,
+            "far_num": (*head, g.value_dim),
+        }
+
+    def buffers(self, g: Geometry) -> tuple[Buffer, ...]:
+        shape = self.arrays(g)
+        both = (g.groups, g.heads_per_group, 2, g.landmarks)
+        return (
+            Buffer("k_landmarks", 5, shape["k_landmarks"], "float32", "sealed"),
+            Buffer("q_landmarks", 6, shape["q_landmarks"], "float32", "sealed"),
+            Buffer("mix", 7, shape["mix"], "float32", "sealed"),
+            Buffer("far_max_mass", 8, both, "float32", "state"),
+            Buffer("far_num", 9, shape["far_num"], "float32", "state"),
+        )
+
+    def pack(self, arrays: Arrays) -> dict[str, npt.NDArray[Any]]:
+        packed = {n: arrays[n] for n in ("k_landmarks", "q_landmarks", "mix", "far_num")}
+        packed["far_max_mass"] = np.stack((arrays["far_max"], arrays["far_mass"]), axis=2)
+        return packed
+
+    def unpack(self, buffers: Arrays) -> dict[str, npt.NDArray[Any]]:
+        arrays = {n: buffers[n] for n in ("k_landmarks", "q_landmarks", "mix", "far_num")}
+        arrays["far_max"] = buffers["far_max_mass"][:, :, 0]
+        arrays["far_mass"] = buffers["far_max_mass"][:, :, 1]
+        return arrays
+
+    def seal(
+        self,
+        q: npt.NDArray[Any],
+        k: npt.NDArray[Any],
+        v: npt.NDArray[Any],
+        g: Geometry,
+        evicted: tuple[int, ...],
+        ridge: float,
+    ) -> dict[str, npt.NDArray[Any]]:
+        groups, heads, m = g.groups, g.heads_per_group, g.landmarks
+        q_means = segment_means(q, m).transpose(1, 0, 2).reshape(groups, heads, m, g.head_dim)
+        k_means = segment_means(k, m).transpose(1, 0, 2)
+        mix = mixing_matrix(g.scale * (q_means @ k_means[:, None].swapaxes(-1, -2)), ridge)
+        q_landmarks = q_means.astype(np.float32)
+        far_max = np.full((groups, heads * m), -np.inf)
+        far_mass = np.zeros((groups, heads * m))
+        far_num = np.zeros((groups, heads * m, g.value_dim))
+        for i in range(groups):
+            queries = g.scale * q_landmarks[i].reshape(heads * m, -1).astype(np.float64)
+            for first in range(g.sinks, g.sinks + evicted[i], SEAL_BLOCK):
+                rows = slice(first, min(first + SEAL_BLOCK, g.sinks + evicted[i]))
+                logits = queries @ k[rows, i].T.astype(np.float64)
+                absorb(far_max[i], far_mass[i], far_num[i], logits, v[rows, i].astype(np.float64))
+        shape = (groups, heads, m)
+        return {
+            "k_landmarks": k_means.astype(np.float32),
+            "q_landmarks": q_landmarks,
+            "mix": mix,
+            "far_max": far_max.astype(np.float32).reshape(shape),
+            "far_mass": far_mass.astype(np.float32).reshape(shape),
+            "far_num": far_num.astype(np.float32).reshape(*shape, -1),
+        }
+
+    def check(self, arrays: Arrays, g: Geometry, meta: Meta) -> None:
+        for name in ("k_landmarks", "q_landmarks", "mix", "far_mass", "far_num"):
+            if not np.isfinite(arrays[name]).all():
+                raise ValueError(f"state array {name} must be finite, got NaN or infinity")
+        if (arrays["far_mass"] < 0).any():
+            raise ValueError(f"state array far_mass must be >= 0, got {arrays['far_mass'].min():g}")
+        if not mix_fits(arrays["mix"]):
+            raise ValueError(_MIX_RULE.format(np.abs(arrays["mix"]).max()))
+        for i, group in enumerate(meta):
+            seen = np.isfinite(arrays["far_max"][i])
+            unseen = np.isneginf(arrays["far_max"][i]) & (arrays["far_mass"][i] == 0)
+            if not (seen if group.far else unseen).all():
+                rule = "finite" if group.far else "-inf, with far_mass 0,"
+                raise ValueError(
+                    f"state array far_max must be {rule} in group {i}, "
+                    f"where {group.far} keys went far"
+                )
+
+
+_MIX_RULE = (
+    "mixing matrix does not fit float32 (landmarks times its largest entry, {:.3g}, must stay "
+    "finite): the landmark logits of this prompt are extreme; use landmarks=0 for this layer"
+)
+
+
+def segment_means(rows: F32, m: int) -> F64:
+    """Means of the m contiguous segments `[i*t//m, (i+1)*t//m)`, `[m, heads, dim]` in float64."""
+    t = rows.shape[0]
+    return np.stack(
+        [rows[i * t // m : (i + 1) * t // m].mean(axis=0, dtype=np.float64) for i in range(m)]
+    )
+
+
+def mixing_matrix(logits: F64, ridge: float) -> F32:
+    """`(AᵀA + λI)⁻¹ Aᵀ` for `A = exp(logits)`, `[..., m, m]`, rounded to float32 once.
+
+    Worked on `exp(logits - largest)`, so nothing overflows whatever the logits; the factor is put
+    back at the end. Entries below float32 become 0 (the far field of that head then carries
+    nothing), entries beyond it are a ValueError (docs/operator.md section 2).
+    """
+    top = logits.max(axis=(-2, -1), keepdims=True)
+    a = np.exp(logits - top)
+    gram = a.swapaxes(-1, -2) @ a
+    mean = np.trace(gram, axis1=-2, axis2=-1)[..., None, None] / gram.shape[-1]
+    each = [x.reshape(-1, *x.shape[-2:]) for x in (a, gram, mean, top)]
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        solved = [_solve(*head, ridge=ridge) for head in zip(*each, strict=True)]
+        mix64 = np.stack(solved).reshape(logits.shape)
+        mix: F32 = mix64.astype(np.float32)
+    if not mix_fits(mix):
+        raise ValueError(_MIX_RULE.format(np.abs(mix64).max()))
+    return mix
+
+
+def mix_fits(mix: npt.NDArray[Any]) -> bool:
+    """Whether a sum of m weights times entries of `mix` stays finite in float32."""
+    with np.errstate(invalid="ignore"):
+        return bool(np.abs(mix).max(initial=0) <= F32_MAX / mix.shape[-1])
+
+
+def _solve(a: F64, gram: F64, mean: F64, top: F64, *, ridge: float) -> F64:
+    """One head's mix, from `A` relative to `exp(top)`, its Gram matrix and its mean diagonal."""
+    eye = np.eye(len(a))
+    for attempt in range(RIDGE_TRIES + 1):
+        try:
+            lower = np.linalg.cholesky(gram + ridge * 10.0**attempt * mean * eye)
+        except np.linalg.LinAlgError:
+            continue
+        solved: F64 = np.linalg.solve(lower.T, np.linalg.solve(lower, a.T)) * np.exp(-top)
+        return solved
+    fallback: F64 = eye / mean * np.exp(-2.0 * top)
+    return fallback
+
+
+def absorb(far_max: F64, far_mass: F64, far_num: F64, logits: F64, values: F64) -> None:
+    """Add a block of evicted keys to the far sums, in place.
+
+    far_max, far_mass `[x]`, far_num `[x, value_dim]`, logits `[x, keys]`, values
+    `[keys, value_dim]`, where x runs over the heads and landmarks of a group.
+    """
+    top = np.maximum(far_max, logits.max(axis=1))
+    with np.errstate(under="ignore"):
+        carry = np.exp(far_max - top)
+        weights = np.exp(logits - top[:, None])
+        far_mass *= carry
+        far_mass += weights.sum(axis=1)
+        far_num *= carry[:, None]
+        far_num += weights @ values
+    far_max[:] = top
+
+
+NYSTROM = Nystrom()

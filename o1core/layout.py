@@ -1,0 +1,108 @@
+"""Buffers and kernels as plain data: the vocabulary that plan, executors and state share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from o1core.config import Geometry
+
+__all__ = ["Buffer", "GroupMeta", "Kernel", "Meta", "Role", "buffers", "kernels", "state_buffers"]
+
+Role = Literal["state", "sealed", "input", "scratch", "output"]
+"""state: written by the kernels; sealed: written once, when the layer is sealed or loaded."""
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One row of the buffer table (docs/operator.md section 6).
+
+    shape is in elements; `None` for scratch, whose size belongs to the kernel set. binding is the
+    slot of the WGSL interface.
+    """
+
+    name: str
+    binding: int
+    shape: tuple[int, ...] | None
+    dtype: Literal["float32", "uint32"]
+    role: Role
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffer; both dtypes take four a number, and scratch counts as 0."""
+        if self.shape is None:
+            return 0
+        size = 4
+        for extent in self.shape:
+            size *= extent
+        return size
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel of the plan: its name, the extents of its grid, the buffers it reads and writes."""
+
+    name: str
+    extents: tuple[Literal["rows", "groups", "heads", "landmarks"], ...]
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+
+
+class GroupMeta(NamedTuple):
+    """Where a group's ring stands: filled slots, slot of the oldest key, keys gone far."""
+
+    length: int
+    head: int
+    far: int
+
+    def after(self, rows: int, window: int) -> GroupMeta:
+        """The same group once `rows` more rows were pushed (docs/operator.md section 3)."""
+        evicted = max(0, self.length + rows - window)
+        return GroupMeta(
+            min(self.length + rows, window), (self.head + evicted) % window, self.far + evicted
+        )
+
+
+Meta = Sequence[GroupMeta]
+
+
+def state_buffers(g: Geometry) -> tuple[Buffer, ...]:
+    """Everything a layer carries from call to call; the far field's rows come from its kind."""
+    return (
+        Buffer("meta", 0, (g.groups, 4), "uint32", "state"),
+        Buffer("ring_k", 1, (g.groups, g.ring, g.head_dim), "float32", "state"),
+        Buffer("ring_v", 2, (g.groups, g.ring, g.value_dim), "float32", "state"),
+        Buffer("sink_k", 3, (g.groups, g.sinks, g.head_dim), "float32", "sealed"),
+        Buffer("sink_v", 4, (g.groups, g.sinks, g.value_dim), "float32", "sealed"),
+        *g.far.buffers(g),
+    )
+
+
+def buffers(g: Geometry, rows: int) -> tuple[Buffer, ...]:
+    """The whole table for a call of `rows` rows."""
+    return (
+        *state_buffers(g),
+        Buffer("q", 10, (rows, g.heads, g.head_dim), "float32", "input"),
+        Buffer("k", 11, (rows, g.groups, g.head_dim), "float32", "input"),
+        Buffer("v", 12, (rows, g.groups, g.value_dim), "float32", "input"),
+        Buffer("scratch", 13, None, "float32", "scratch"),
+        Buffer("out", 14, (rows, g.heads, g.value_dim), "float32", "output"),
+    )
+
+
+def kernels(g: Geometry) -> tuple[Kernel, ...]:
+    """The kernels of one sub-chunk, in order.
+
+    The order is part of the contract: attend reads the far numerator from before the sub-chunk,
+    and far_commit reads ring rows that ring_commit overwrites.
+    """
+    near = ("meta", "ring_k", "ring_v", "sink_k", "sink_v", "q", "k", "v")
+    return (
+        *g.far.before_attend,
+        Kernel("attend", ("heads", "rows"), (*near, *g.far.attend_reads), ("out",)),
+        *g.far.after_attend,
+        Kernel("ring_commit", ("groups", "rows"), ("meta", "k", "v"), ("ring_k", "ring_v")),
+        Kernel("meta", ("groups",), ("meta",), ("meta",)),
+    )

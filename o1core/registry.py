@@ -1,0 +1,155 @@
+"""Finding backends: the entry-point group, ours and strangers' alike."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from o1core.errors import BackendUnavailable
+from o1core.executor import Executor
+
+__all__ = ["GROUP", "BackendInfo", "backends", "open_auto", "open_backend"]
+
+log = logging.getLogger(__name__)
+
+GROUP = "o1core.backends"
+
+PLANNED = {
+    "wgpu": "this version of o1core has no wgpu backend yet",
+    "taichi": "this version of o1core has no taichi backend yet",
+}
+
+
+@dataclass(frozen=True)
+class BackendInfo:
+    """What `o1core.backends()` says of one installed backend.
+
+    device is what it would run on; reasons say why it is not usable, empty when it is.
+    """
+
+    name: str
+    usable: bool
+    device: str
+    reasons: tuple[str, ...]
+    source: str
+
+
+def backends() -> list[BackendInfo]:
+    """Every installed backend, whether it is usable here, and if not why.
+
+    Opens and closes each one, so GPU libraries are imported by this call.
+    """
+    infos = []
+    for name, entry in sorted(_entries().items()):
+        source = f"{entry.dist.name} {entry.dist.version}" if entry.dist else entry.value
+        try:
+            executor = open_backend(name)
+        except BackendUnavailable as fault:
+            infos.append(BackendInfo(name, False, "", fault.reasons, source))
+        else:
+            infos.append(BackendInfo(name, True, executor.device, (), source))
+            executor.close()
+    return infos
+
+
+class BrokenBackend(BackendUnavailable):
+    """The backend is there but fails, which is a fault of its own and not a missing dependency."""
+
+
+def open_backend(name: str, device: Any = None) -> Executor:
+    """The executor of the backend `name`, or `BackendUnavailable` with the reasons."""
+    return _open(_load(name), device)
+
+
+def open_auto(device: Any = None) -> tuple[Executor, str, list[str]]:
+    """The best usable backend, why it was taken, and the faults met on the way.
+
+    Candidates are those with `auto_rank >= 0`, best rank first. A software adapter is passed over
+    unless nothing else is there; a backend that is broken, rather than absent, is a fault.
+    """
+    faults: list[str] = []
+    passed: list[str] = []
+    ranked: list[type[Executor]] = []
+    for name in _entries():
+        try:
+            ranked.append(_load(name))
+        except BrokenBackend as fault:
+            faults.append(str(fault))
+        except BackendUnavailable as fault:
+            passed.append(str(fault))
+    for kind in sorted(ranked, key=lambda kind: -kind.auto_rank):
+        if kind.auto_rank < 0:
+            continue
+        try:
+            executor = _open(kind, device)
+        except BrokenBackend as fault:
+            faults.append(str(fault))
+            continue
+        except BackendUnavailable as fault:
+            passed.append(str(fault))
+            continue
+        if executor.software:
+            passed.append(f"{kind.name} has only a software adapter ({executor.device})")
+            executor.close()
+            continue
+        return executor, "; ".join([f"auto chose {kind.name}", *passed]), faults
+    raise BackendUnavailable("auto", [*faults, *passed] or [_NOT_INSTALLED])
+
+
+_NOT_INSTALLED = (
+    "no backend is installed: o1core finds them through package metadata, so install it "
+    "(pip install o1core, or pip install -e . in a checkout)"
+)
+
+
+def _entries() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=GROUP)}
+
+
+def _load(name: str) -> type[Executor]:
+    """The executor class of an entry point.
+
+    A missing dependency of the backend is a reason; any other failure of its import is a fault of
+    the backend and is shown with its last frame.
+    """
+    entries = _entries()
+    entry = entries.get(name)
+    if entry is None:
+        known = ", ".join(sorted(entries)) or "none"
+        reason = PLANNED.get(name) or f"no backend of that name is installed (installed: {known})"
+        raise BackendUnavailable(name, [reason if entries else _NOT_INSTALLED])
+    try:
+        kind = entry.load()
+    except ModuleNotFoundError as fault:
+        own = entry.module.partition(".")[0]
+        if fault.name is None or fault.name.partition(".")[0] in (own, "o1core"):
+            raise _fault(name, fault) from fault
+        raise BackendUnavailable(
+            name, [f"{fault.name} is not installed: pip install 'o1core[{name}]'"]
+        ) from fault
+    except Exception as fault:
+        raise _fault(name, fault) from fault
+    if not (isinstance(kind, type) and issubclass(kind, Executor)):
+        raise BackendUnavailable(
+            name, [f"its entry point {entry.value} is not an o1core.Executor subclass"]
+        )
+    return kind
+
+
+def _open(kind: type[Executor], device: Any) -> Executor:
+    try:
+        return kind.open(device)
+    except (BackendUnavailable, TypeError, ValueError):
+        raise  # its own verdict, or the caller's wrong `device`
+    except Exception as fault:
+        raise _fault(kind.name, fault) from fault
+
+
+def _fault(name: str, fault: Exception) -> BrokenBackend:
+    frame = traceback.extract_tb(fault.__traceback__)[-1]
+    log.error("backend %s failed", name, exc_info=fault)
+    where = f"{frame.filename}:{frame.lineno}"
+    return BrokenBackend(name, [f"it failed with {type(fault).__name__}: {fault} ({where})"])
