@@ -7,10 +7,12 @@
 The operator is defined in docs/operator.md; `o1core.reference` is the same definition as code.
 """
 
+import logging as _logging
+
 from o1core import reference, testing
-from o1core.config import Config, Geometry
+from o1core.config import Config, Geometry, Rectifier
 from o1core.engine import Layer, O1Batch, Snapshot
-from o1core.errors import BackendFallbackWarning, BackendUnavailable
+from o1core.errors import BackendFallbackWarning, BackendUnavailable, UnknownBackend
 from o1core.executor import Executor
 from o1core.layout import Buffer, GroupMeta
 from o1core.plan import Dispatch, Plan, SubChunk
@@ -33,10 +35,15 @@ __all__ = [
     "LayerState",
     "O1Batch",
     "Plan",
+    "Rectifier",
     "Snapshot",
     "SubChunk",
+    "UnknownBackend",
     "__version__",
     "backends",
     "reference",
     "testing",
 ]
+
+# A library speaks only where its host listens.
+_logging.getLogger(__name__).addHandler(_logging.NullHandler())

@@ -22,7 +22,7 @@ from o1core.checks import (
     shape_error,
 )
 from o1core.config import Config, Geometry
-from o1core.errors import BackendFallbackWarning, BackendUnavailable
+from o1core.errors import BackendFallbackWarning, BackendUnavailable, UnknownBackend
 from o1core.executor import Executor
 from o1core.layout import GroupMeta, state_buffers
 from o1core.plan import Plan
@@ -37,7 +37,8 @@ class O1Batch:
 
     backend: "auto" (the best usable one), a backend's name, or an `Executor` object.
     fallback: the backend that takes over, with a `BackendFallbackWarning`, when the one asked for
-        is not usable; `None` raises `BackendUnavailable` instead.
+        is not usable; `None` raises `BackendUnavailable` instead. A name that no installed backend
+        has is always an error.
     device: which device, in the backend's own terms; `None` lets it choose.
 
     `engine.backend`, `engine.device` and `engine.reason` say what it runs on and why. Calls from
@@ -77,6 +78,8 @@ class O1Batch:
                     _warn(f"auto passed over a broken backend: {'; '.join(faults)}")
                 return executor, "; ".join([reason, *faults])
             return registry.open_backend(backend, device), f"{backend} was asked for"
+        except UnknownBackend:
+            raise
         except BackendUnavailable as fault:
             if self._fallback is None or self._fallback == backend:
                 raise
@@ -474,7 +477,10 @@ def _prompt_geometry(
         ("v", v, (*q.shape[:-2], groups, value_dim)),
     ):
         if array.shape != want:
-            raise shape_error(name, array.shape, want)
+            fault = shape_error(name, array.shape, want)
+            if array.shape[-3] != rows and array.shape[-2] == heads:
+                fault = ValueError(f"{fault}: rows and heads look swapped in all arrays")
+            raise fault
     if heads % groups:
         raise ValueError(
             f"q must have a multiple of the {groups} groups of k as heads, got {heads}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["BackendFallbackWarning", "BackendUnavailable"]
+__all__ = ["BackendFallbackWarning", "BackendUnavailable", "UnknownBackend"]
 
 
 class BackendFallbackWarning(UserWarning):
@@ -18,3 +18,7 @@ class BackendUnavailable(RuntimeError):
         self.backend = backend
         self.reasons = tuple(reasons)
         super().__init__(f"backend {backend!r} cannot be used: " + "; ".join(self.reasons))
+
+
+class UnknownBackend(BackendUnavailable, ValueError):
+    """No backend of that name is installed: a mistake in the call, so nothing falls back."""

@@ -229,23 +229,32 @@ def _table(plan: Plan) -> str:
         "",
     ]
     each = len(plan.dispatches) // max(1, len(plan.sub_chunks))
+    lines += [
+        *_columns(
+            ("kernel", "reads -> writes"),
+            [
+                (d.kernel, f"{' '.join(d.reads)} -> {' '.join(d.writes)}")
+                for d in plan.dispatches[:each]
+            ],
+        ),
+        "",
+    ]
     shown, hidden = plan.dispatches, 0
     if len(plan.sub_chunks) > 3:
         # Only the last sub-chunk can differ from the first: the rest would repeat it.
         shown = plan.dispatches[:each] + plan.dispatches[-each:]
         hidden = len(plan.sub_chunks) - 2
+    number = {chunk.first_row: str(i) for i, chunk in enumerate(plan.sub_chunks)}
     rows = [
         (
-            str(d.first_row // max(1, plan.sub_chunks[0].rows)),
+            number[d.first_row],
             f"{d.first_row}..{d.first_row + d.rows - 1}",
             d.kernel,
             " x ".join(f"{size} {extent}" for extent, size in d.grid),
-            " ".join(d.reads),
-            " ".join(d.writes),
         )
         for d in shown
     ]
-    table = _columns(("sub-chunk", "rows", "kernel", "grid", "reads", "writes"), rows)
+    table = _columns(("sub-chunk", "rows", "kernel", "grid"), rows)
     if hidden:
         table.insert(1 + each, f"...        {hidden} more sub-chunks, the same {each} kernels each")
     return "\n".join(lines + table)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from o1core.errors import BackendUnavailable
+from o1core.errors import BackendUnavailable, UnknownBackend
 from o1core.executor import Executor
 
 __all__ = ["GROUP", "BackendInfo", "backends", "open_auto", "open_backend"]
@@ -118,9 +118,14 @@ def _load(name: str) -> type[Executor]:
     entries = _entries()
     entry = entries.get(name)
     if entry is None:
-        known = ", ".join(sorted(entries)) or "none"
-        reason = PLANNED.get(name) or f"no backend of that name is installed (installed: {known})"
-        raise BackendUnavailable(name, [reason if entries else _NOT_INSTALLED])
+        if not entries:
+            raise BackendUnavailable(name, [_NOT_INSTALLED])
+        if name in PLANNED:
+            raise BackendUnavailable(name, [PLANNED[name]])
+        raise UnknownBackend(
+            name,
+            [f"no backend of that name is installed (installed: {', '.join(sorted(entries))})"],
+        )
     try:
         kind = entry.load()
     except ModuleNotFoundError as fault:

@@ -156,7 +156,7 @@ class LayerState:
                 frame["batch"],
                 frame["exact_only"],
             )
-        except (SafetensorError, KeyError, TypeError) as fault:
+        except (SafetensorError, json.JSONDecodeError, KeyError, TypeError) as fault:
             raise ValueError(f"{name} is not a readable state file: {fault}") from fault
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from functools import cache
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,7 @@ from o1core.executor import Buffers, Executor
 from o1core.layout import GroupMeta, Meta, state_buffers
 from o1core.plan import Plan
 from o1core_numpy.cohort import Cohort, Groups, room
-from o1core_numpy.kernels import KERNELS, Call, scaled_mix
+from o1core_numpy.kernels import KERNELS, Call, Kernel, scaled_mix
 
 __all__ = ["NumpyExecutor", "NumpyState"]
 
@@ -41,8 +42,10 @@ class NumpyExecutor(Executor):
 
     name = "numpy"
     auto_rank = 0
+    kernels: ClassVar[Mapping[str, Kernel]] = KERNELS
 
     def __init__(self) -> None:
+        _touch_blas_buffers()
         self.device = f"CPU (numpy {np.__version__})"
 
     @classmethod
@@ -108,7 +111,7 @@ class NumpyExecutor(Executor):
                         for c in handle.cohorts
                     ]
                 for c, call in zip(handle.cohorts, calls, strict=True):
-                    KERNELS[dispatch.kernel](c, call)
+                    self.kernels[dispatch.kernel](c, call)
         metas: list[GroupMeta] = [GroupMeta(0, 0, 0)] * g.groups
         for c in handle.cohorts:
             for i in np.arange(g.groups)[c.groups]:
@@ -138,6 +141,20 @@ class NumpyExecutor(Executor):
         if checkpoint.live is not None:
             for c, (keys, values) in zip(handle.cohorts, checkpoint.live, strict=True):
                 c.keys[:, c.live], c.values[:, c.live] = keys, values
+
+
+@cache
+def _touch_blas_buffers() -> None:
+    """One large product a process, before any small one.
+
+    OpenBLAS packs operands into a buffer whose pages come to life when first written, and its
+    kernels prefetch past what a small product wrote. On the absent pages every prefetch is a page
+    walk: products of this package's sizes then run at a quarter of their speed until some larger
+    one has been there (docs/performance.md).
+    """
+    for dtype in (np.float32, np.float64):
+        square = np.ones((512, 512), dtype)
+        np.matmul(square, square)
 
 
 def _cohort(groups: Groups, window: int, meta: GroupMeta, buffers: Buffers, far: Buffers) -> Cohort:

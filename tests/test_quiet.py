@@ -1,0 +1,89 @@
+"""Importing o1core is quiet: no output, no GPU library, nothing created; the tree stays clean."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+import o1core
+
+LOUD = ("wgpu", "taichi", "quadrants", "torch", "rich", "safetensors", "o1core_numpy")
+
+
+def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONWARNINGS": "error", "HOME": str(folder)}
+    return subprocess.run(
+        [sys.executable, "-B", "-c", code], capture_output=True, text=True, cwd=folder, env=env
+    )
+
+
+def test_import_is_quiet(tmp_path: Path) -> None:
+    code = "import sys, json, o1core; json.dump(sorted(sys.modules), sys.stderr)"
+    done = run(code, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    modules = json.loads(done.stderr)
+    assert not [m for m in modules if m.partition(".")[0] in LOUD]
+    assert not list(tmp_path.iterdir())
+
+
+def test_use_is_quiet(tmp_path: Path) -> None:
+    code = (
+        "import numpy as np, o1core\n"
+        "from o1core.testing import random_rows\n"
+        "q, k, v = random_rows(0, 400)\n"
+        "with o1core.O1Batch() as engine:\n"
+        "    engine.seal(q, k, v).extend(q, k, v)\n"
+    )
+    done = run(code, tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_numpy_settings_of_a_host_are_left_alone(tmp_path: Path) -> None:
+    code = (
+        "import numpy as np\n"
+        "before = np.geterr(), np.get_printoptions()\n"
+        "import o1core\n"
+        "from o1core.testing import random_rows\n"
+        "q, k, v = random_rows(0, 400)\n"
+        "o1core.O1Batch().seal(q, k, v).extend(q, k, v)\n"
+        "assert before == (np.geterr(), np.get_printoptions())\n"
+    )
+    assert run(code, tmp_path).returncode == 0
+
+
+def test_public_names_exist_and_are_documented() -> None:
+    for name in o1core.__all__:
+        thing = getattr(o1core, name)
+        if isinstance(thing, type) or hasattr(thing, "__file__"):
+            assert thing.__doc__, name
+    for kind in (o1core.O1Batch, o1core.Layer, o1core.LayerState, o1core.Plan, o1core.Executor):
+        for name, member in vars(kind).items():
+            if not name.startswith("_") and callable(member):
+                assert getattr(member, "__doc__", None), f"{kind.__name__}.{name}"
+
+
+def test_no_packages_where_pytest_would_mistake_them() -> None:
+    for folder in (ROOT / "backends", ROOT / "tests", *(ROOT / "backends").iterdir()):
+        assert not (folder / "__init__.py").exists()
+    assert not list((ROOT / "backends").glob("*.py"))
+    assert not list((ROOT / "backends").glob("*/*.py"))
+
+
+@pytest.mark.parametrize("text", ["operator.md section"])
+def test_docstrings_cite_sections_that_exist(text: str) -> None:
+    sections = (ROOT / "docs" / "operator.md").read_text()
+    cited = set()
+    for path in [*(ROOT / "o1core").rglob("*.py"), *(ROOT / "backends").rglob("*.py")]:
+        for part in path.read_text().split(text)[1:]:
+            cited.add(int("".join(c for c in part.lstrip("s ")[:2] if c.isdigit())))
+    assert cited
+    for number in cited:
+        assert f"\n## {number}. " in sections

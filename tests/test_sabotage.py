@@ -1,0 +1,237 @@
+"""The suite can fail: executors that are wrong in one place are all caught."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import o1core
+from o1core.checks import F32
+from o1core.layout import Meta
+from o1core.testing import cases, check_backend
+from o1core_numpy import NumpyExecutor
+from o1core_numpy.cohort import Cohort
+from o1core_numpy.kernels import KERNELS, Call, Kernel
+
+# Few cases, chosen so that each kernel and each rule of the operator matters in one of them.
+NAMES = (
+    "plain",
+    "fm",
+    "alternating",
+    "mixed-windows",
+    "half-full",
+    "massive-100-at-40",
+    "no-sinks",
+)
+SUBSET = [c for c in cases() if c.name in NAMES]
+
+
+def with_kernels(**replaced: Kernel) -> NumpyExecutor:
+    kind = type("Wrong", (NumpyExecutor,), {"kernels": {**KERNELS, **replaced}})
+    executor: NumpyExecutor = kind()
+    return executor
+
+
+def after_attend(change: Callable[[Cohort, Call], None]) -> NumpyExecutor:
+    def attend(c: Cohort, call: Call) -> None:
+        KERNELS["attend"](c, call)
+        change(c, call)
+
+    return with_kernels(attend=attend)
+
+
+def fill(value: float) -> NumpyExecutor:
+    def change(c: Cohort, call: Call) -> None:
+        call.out[:] = value
+
+    return after_attend(change)
+
+
+def reorder(*order: str) -> NumpyExecutor:
+    class Reordered(NumpyExecutor):
+        def run(self, plan: o1core.Plan, handle: Any, q: F32, k: F32, v: F32, out: F32) -> Meta:
+            chunks = [
+                [d for d in plan.dispatches if d.first_row == first] for first, _ in plan.sub_chunks
+            ]
+            dispatches = [
+                d
+                for chunk in chunks
+                for d in sorted(
+                    chunk, key=lambda d: order.index(d.kernel) if d.kernel in order else -1
+                )
+            ]
+            wrong = dataclasses.replace(plan, dispatches=tuple(dispatches))
+            return super().run(wrong, handle, q, k, v, out)
+
+    return Reordered()
+
+
+def ring_slot_off_by_one() -> NumpyExecutor:
+    def ring_commit(c: Cohort, call: Call) -> None:
+        KERNELS["ring_commit"](c, call)
+        held = slice(c.start, c.start + min(c.meta.length + call.rows, c.window))
+        c.keys[:, held] = np.roll(c.keys[:, held], 1, axis=1)
+        c.values[:, held] = np.roll(c.values[:, held], 1, axis=1)
+
+    return with_kernels(ring_commit=ring_commit)
+
+
+def evicts_one_too_many() -> NumpyExecutor:
+    def ring_commit(c: Cohort, call: Call) -> None:
+        KERNELS["ring_commit"](c, call)
+        c.start += 1
+
+    return with_kernels(ring_commit=ring_commit)
+
+
+def stale(name: str) -> NumpyExecutor:
+    def far_commit(c: Cohort, call: Call) -> None:
+        before = c.far
+        KERNELS["far_commit"](c, call)
+        c.far = {**c.far, name: before[name]}
+
+    return with_kernels(far_commit=far_commit)
+
+
+def no_far_commit() -> NumpyExecutor:
+    return with_kernels(far_commit=lambda c, call: None)
+
+
+def wrong_head_order() -> NumpyExecutor:
+    def attend(c: Cohort, call: Call) -> None:
+        KERNELS["attend"](c, dataclasses.replace(call, q=call.q[:, :, ::-1]))
+
+    return with_kernels(attend=attend)
+
+
+def wrong_group_order() -> NumpyExecutor:
+    def attend(c: Cohort, call: Call) -> None:
+        KERNELS["attend"](c, dataclasses.replace(call, v=call.v[:, ::-1]))
+
+    return with_kernels(attend=attend)
+
+
+def wrong_scale() -> NumpyExecutor:
+    def attend(c: Cohort, call: Call) -> None:
+        KERNELS["attend"](c, dataclasses.replace(call, q=call.q * np.float32(1.001)))
+
+    return with_kernels(attend=attend)
+
+
+def low_precision() -> NumpyExecutor:
+    def attend(c: Cohort, call: Call) -> None:
+        k = call.k.astype(np.float16).astype(np.float32)
+        KERNELS["attend"](c, dataclasses.replace(call, k=k))
+
+    return with_kernels(attend=attend)
+
+
+def ignores_rectifier() -> NumpyExecutor:
+    def attend(c: Cohort, call: Call) -> None:
+        g = dataclasses.replace(call.geometry, rectifier="aggregate")
+        KERNELS["attend"](c, dataclasses.replace(call, geometry=g))
+
+    return with_kernels(attend=attend)
+
+
+def reads_at_the_maximum_after_the_chunk() -> NumpyExecutor:
+    """The seed's first defect: rows before a massive key are read relative to it."""
+
+    def far_e(c: Cohort, call: Call) -> None:
+        KERNELS["far_e"](c, call)
+        if "far_max" in c.scratch:
+            top = c.scratch["far_max"][:, None]
+            c.scratch["logits"] = np.where(c.scratch["logits"] < top - 80, top, c.scratch["logits"])
+
+    return with_kernels(far_e=far_e)
+
+
+def forgets_the_far_field() -> NumpyExecutor:
+    def attend(c: Cohort, call: Call) -> None:
+        far, c.far = c.far, {}
+        KERNELS["attend"](c, call)
+        c.far = far
+
+    return with_kernels(attend=attend)
+
+
+def keeps_a_negative_far_field() -> NumpyExecutor:
+    def attend(c: Cohort, call: Call) -> None:
+        far = c.far
+        c.far = {**far, "mix_scaled": np.abs(far["mix_scaled"])}
+        KERNELS["attend"](c, call)
+        c.far = far
+
+    return with_kernels(attend=attend)
+
+
+def forgets_the_sinks() -> NumpyExecutor:
+    def attend(c: Cohort, call: Call) -> None:
+        sink_k, c.sink_k = c.sink_k, np.zeros_like(c.sink_k)
+        c.sinks_before = -1
+        KERNELS["attend"](c, call)
+        c.sink_k = sink_k
+
+    return with_kernels(attend=attend)
+
+
+def says_a_wrong_meta() -> NumpyExecutor:
+    def meta(c: Cohort, call: Call) -> None:
+        KERNELS["meta"](c, call)
+        c.meta = c.meta._replace(far=c.meta.far + 1)
+
+    return with_kernels(meta=meta)
+
+
+def does_nothing() -> NumpyExecutor:
+    class Idle(NumpyExecutor):
+        def run(self, plan: o1core.Plan, handle: Any, q: F32, k: F32, v: F32, out: F32) -> Meta:
+            return plan.meta_after([c.meta for c in handle.cohorts for _ in range(len(c.sink_k))])
+
+    return Idle()
+
+
+SABOTAGE: dict[str, Callable[[], NumpyExecutor]] = {
+    "zeros": lambda: fill(0.0),
+    "nan": lambda: fill(np.nan),
+    "minus-999": lambda: fill(-999.0),
+    "does-nothing": does_nothing,
+    "ring-slot-off-by-one": ring_slot_off_by_one,
+    "evicts-one-too-many": evicts_one_too_many,
+    "swapped-commits": lambda: reorder("far_e", "attend", "ring_commit", "far_commit", "meta"),
+    "attend-after-far-commit": lambda: reorder(
+        "far_e", "far_commit", "attend", "ring_commit", "meta"
+    ),
+    "meta-first": lambda: reorder("meta", "far_e", "attend", "far_commit", "ring_commit"),
+    "stale-far-mass": lambda: stale("far_mass"),
+    "stale-far-num": lambda: stale("far_num"),
+    "stale-far-max": lambda: stale("far_max"),
+    "no-far-commit": no_far_commit,
+    "wrong-head-order": wrong_head_order,
+    "wrong-group-order": wrong_group_order,
+    "wrong-scale": wrong_scale,
+    "low-precision": low_precision,
+    "ignores-rectifier": ignores_rectifier,
+    "maximum-after-the-chunk": reads_at_the_maximum_after_the_chunk,
+    "forgets-the-far-field": forgets_the_far_field,
+    "keeps-a-negative-far-field": keeps_a_negative_far_field,
+    "forgets-the-sinks": forgets_the_sinks,
+    "says-a-wrong-meta": says_a_wrong_meta,
+}
+
+
+@pytest.mark.parametrize("name", SABOTAGE)
+def test_a_wrong_executor_is_caught(name: str) -> None:
+    executor = SABOTAGE[name]()
+    with pytest.raises((AssertionError, RuntimeError)) as caught:
+        check_backend(executor, SUBSET)
+    print(f"{name}: {caught.value}")
+
+
+def test_the_same_check_passes_what_is_right() -> None:
+    check_backend(with_kernels(), SUBSET)
+    check_backend(reorder("far_e", "attend", "far_commit", "ring_commit", "meta"), SUBSET)
