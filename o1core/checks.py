@@ -29,6 +29,7 @@ __all__ = [
 F32 = npt.NDArray[np.float32]
 MAX_KEY = 2.0**48
 MAX_VALUE = 2.0**96
+FLOATS = frozenset((np.float16, np.float32, np.float64))
 
 
 def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
@@ -67,7 +68,8 @@ def as_host_array(name: str, value: Any) -> npt.NDArray[Any]:
     if isinstance(value, np.ma.MaskedArray):
         raise TypeError(f"{name} must not be a masked array: fill it first, e.g. {name}.filled(0)")
     array = value if isinstance(value, np.ndarray) else _from_protocol(name, value)
-    if array.dtype.name not in ("float16", "bfloat16", "float32", "float64"):
+    # The name of a dtype is slow to come by and only needed for bfloat16, which numpy lacks.
+    if array.dtype.type not in FLOATS and array.dtype.name != "bfloat16":
         raise TypeError(
             f"{name} must have dtype float16, bfloat16, float32 or float64, got {array.dtype}"
         )
@@ -116,8 +118,7 @@ def require_finite(
         return
     # One test for NaN, infinity and range: NaN survives max and min, and compares false.
     with np.errstate(invalid="ignore"):
-        largest = max(float(array.max()), -float(array.min()))
-        if largest <= limit:
+        if -limit <= float(array.min()) and float(array.max()) <= limit:
             return
         bad = ~(np.abs(array.astype(np.float64)) <= limit)
     where = np.argwhere(bad)[0]

@@ -317,18 +317,19 @@ class Layer:
         if first < rows:
             sealed = _sealed_geometry(self._config, before.geometry, self._batch)
             plans.append(Plan.build(sealed, rows - first))
-        plans[0].meta_after(before.meta)
+        want = plans[0].meta_after(before.meta)
         for plan in plans:
             if reasons := self._executor.unsupported(plan):
                 raise BackendUnavailable(self._executor.name, reasons)
         out = np.empty((rows, before.geometry.heads, before.geometry.value_dim), np.float32)
         checkpoint = self._executor.checkpoint(before.handle, plans)
         try:
-            at = self._run(plans[0], before, q[:first], k[:first], v[:first], out[:first])
+            at = self._run(plans[0], before, want, q[:first], k[:first], v[:first], out[:first])
             if at.prompt_q is not None and at.rows_seen == self._config.seal_rows:
                 at = self._seal(at)
                 if first < rows:
-                    at = self._run(plans[1], at, q[first:], k[first:], v[first:], out[first:])
+                    want = plans[1].meta_after(at.meta)
+                    at = self._run(plans[1], at, want, q[first:], k[first:], v[first:], out[first:])
             if check_finite and not _all_finite(out):
                 raise RuntimeError(
                     f"backend {self.backend} returned NaN or infinity for finite rows; "
@@ -341,11 +342,19 @@ class Layer:
             raise
         return out
 
-    def _run(self, plan: Plan, at: _Standing, q: F32, k: F32, v: F32, out: F32) -> _Standing:
-        """One plan from one standing to the next, checked against the plan's prediction."""
+    def _run(
+        self,
+        plan: Plan,
+        at: _Standing,
+        want: tuple[GroupMeta, ...],
+        q: F32,
+        k: F32,
+        v: F32,
+        out: F32,
+    ) -> _Standing:
+        """One plan from one standing to the next, checked against the meta it predicts."""
         if plan.rows == 0:
             return at
-        want = plan.meta_after(at.meta)
         got = tuple(
             GroupMeta(*group) for group in self._executor.run(plan, at.handle, q, k, v, out)
         )
@@ -501,20 +510,21 @@ def _fold(
 ) -> tuple[F32, F32, F32]:
     """Checked float32 rows `[rows, heads, dim]`, the sequences of a batch as further groups."""
     folded: list[F32] = []
-    for name, array in arrays.items():
-        if check_finite:
-            require_finite(
-                name,
-                array,
-                MAX_VALUE if name == "v" else MAX_KEY,
-                row_axis=0 if batch is None else 1,
-                way_out=" (check_finite=False skips this check)",
-            )
-        if batch is not None:
-            array = array.swapaxes(0, 1)
-        with np.errstate(all="ignore"):  # unchecked values may overflow in the rounding
-            flat = as_float32(array)
-        folded.append(flat if batch is None else flat.reshape(len(flat), -1, flat.shape[-1]))
+    with np.errstate(all="ignore"):  # unchecked values may overflow in the rounding
+        for name, array in arrays.items():
+            if check_finite:
+                require_finite(
+                    name,
+                    array,
+                    MAX_VALUE if name == "v" else MAX_KEY,
+                    row_axis=0 if batch is None else 1,
+                    way_out=" (check_finite=False skips this check)",
+                )
+            if batch is None:
+                folded.append(as_float32(array))
+            else:
+                apart = as_float32(array.swapaxes(0, 1))
+                folded.append(apart.reshape(len(apart), -1, apart.shape[-1]))
     return folded[0], folded[1], folded[2]
 
 
