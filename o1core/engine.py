@@ -42,7 +42,8 @@ class O1Batch:
     device: which device, in the backend's own terms; `None` lets it choose.
 
     `engine.backend`, `engine.device` and `engine.reason` say what it runs on and why. Calls from
-    several threads are safe; they take turns. Use it as a context manager, or call `close()`.
+    several threads are safe; they take turns. Use it as a context manager, or call `close()`; an
+    `Executor` object stays open, since it is the caller's.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class O1Batch:
         self._spare: Executor | None = None
         self._lock = threading.RLock()
         self._closed = False
+        self._owned = not isinstance(backend, Executor)
         self._executor, self.reason = self._open(backend, device)
 
     def _open(self, backend: str | Executor, device: Any) -> tuple[Executor, str]:
@@ -156,7 +158,8 @@ class O1Batch:
             if self._closed:
                 return
             self._closed = True
-            self._executor.close()
+            if self._owned:
+                self._executor.close()
             if self._spare is not None:
                 self._spare.close()
 

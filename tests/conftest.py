@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,3 +60,11 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         return array
 
     monkeypatch.setattr(np, "empty", poisoned)
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder on the path, for packages that come and go with the test."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    return tmp_path

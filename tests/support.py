@@ -55,3 +55,12 @@ def same_state(a: o1core.LayerState, b: o1core.LayerState) -> bool:
     return set(a.arrays) == set(b.arrays) and all(
         a.arrays[n].tobytes() == b.arrays[n].tobytes() for n in a.arrays
     )
+
+
+def install_plugin(folder: Path, module: str, source: str, entry: str) -> None:
+    """A distribution as pip would leave it: a module and its metadata, nothing else."""
+    (folder / f"{module}.py").write_text(source)
+    info = folder / f"{module}-1.5.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.5\n")
+    (info / "entry_points.txt").write_text(f"[o1core.backends]\n{entry}\n")

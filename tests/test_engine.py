@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import SMALL, same_state, small_layer
+from support import SMALL, install_plugin, same_state, small_layer
 
 import o1core
 from o1core import Plan
@@ -237,6 +236,19 @@ def test_a_closed_engine_says_so() -> None:
             call()
 
 
+def test_only_what_it_opened_is_closed() -> None:
+    class Counting(NumpyExecutor):
+        closed = 0
+
+        def close(self) -> None:
+            self.closed += 1
+
+    executor = Counting()
+    with o1core.O1Batch(executor):
+        pass
+    assert executor.closed == 0
+
+
 # Choosing a backend -------------------------------------------------------------------------
 
 
@@ -362,28 +374,12 @@ class DummyExecutor(NumpyExecutor):
 '''
 
 
-def install(folder: Path, module: str, source: str, entry: str) -> None:
-    """A distribution as pip would leave it: a module and its metadata, nothing else."""
-    (folder / f"{module}.py").write_text(source)
-    info = folder / f"{module}-1.5.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.5\n")
-    (info / "entry_points.txt").write_text(f"[o1core.backends]\n{entry}\n")
-
-
-@pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(sys, "modules", dict(sys.modules))
-    return tmp_path
-
-
 def info_of(name: str) -> o1core.BackendInfo:
     return next(info for info in o1core.backends() if info.name == name)
 
 
 def test_a_stranger_plugs_in_by_entry_point_alone(site: Path) -> None:
-    install(site, "dummy_backend", DUMMY, "dummy = dummy_backend:DummyExecutor")
+    install_plugin(site, "dummy_backend", DUMMY, "dummy = dummy_backend:DummyExecutor")
     found = info_of("dummy")
     assert (found.usable, found.device, found.source) == (True, "a dummy", "dummy_backend 1.5")
     with o1core.O1Batch("dummy", fallback=None) as engine:
@@ -417,7 +413,7 @@ def test_a_stranger_plugs_in_by_entry_point_alone(site: Path) -> None:
     ],
 )
 def test_why_a_stranger_is_not_usable(site: Path, source: str, entry: str, reason: str) -> None:
-    install(site, "dummy_backend", source, entry)
+    install_plugin(site, "dummy_backend", source, entry)
     found = info_of("dummy")
     assert not found.usable
     assert reason in found.reasons[0]
@@ -428,7 +424,7 @@ def test_why_a_stranger_is_not_usable(site: Path, source: str, entry: str, reaso
 
 
 def test_auto_says_when_a_backend_is_broken(site: Path) -> None:
-    install(site, "dummy_backend", "1 / 0\n", "dummy = dummy_backend:X")
+    install_plugin(site, "dummy_backend", "1 / 0\n", "dummy = dummy_backend:X")
     with pytest.warns(o1core.BackendFallbackWarning, match="broken backend: .*ZeroDivisionError"):
         engine = o1core.O1Batch()
     assert engine.backend == "numpy"
@@ -437,7 +433,7 @@ def test_auto_says_when_a_backend_is_broken(site: Path) -> None:
 
 def test_auto_passes_over_software_adapters(site: Path) -> None:
     source = DUMMY + "    auto_rank = 9\n    software = True\n"
-    install(site, "dummy_backend", source, "dummy = dummy_backend:DummyExecutor")
+    install_plugin(site, "dummy_backend", source, "dummy = dummy_backend:DummyExecutor")
     with o1core.O1Batch() as engine:
         assert engine.backend == "numpy"
         assert "dummy has only a software adapter (a dummy)" in engine.reason
@@ -447,6 +443,6 @@ def test_auto_passes_over_software_adapters(site: Path) -> None:
 
 def test_auto_takes_the_best_rank(site: Path) -> None:
     source = DUMMY + "    auto_rank = 9\n"
-    install(site, "dummy_backend", source, "dummy = dummy_backend:DummyExecutor")
+    install_plugin(site, "dummy_backend", source, "dummy = dummy_backend:DummyExecutor")
     with o1core.O1Batch() as engine:
         assert engine.backend == "dummy"
