@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, ClassVar, Self
@@ -133,7 +134,7 @@ class NumpyExecutor(Executor):
         live = None
         if sum(len(plan.sub_chunks) for plan in plans) > 1:
             live = [(c.keys[:, c.live].copy(), c.values[:, c.live].copy()) for c in handle.cohorts]
-        return Checkpoint([replace(c) for c in handle.cohorts], live)
+        return Checkpoint([copy(c) for c in handle.cohorts], live)
 
     def rollback(self, handle: NumpyState, checkpoint: Checkpoint) -> None:
         # Fresh records: the checkpoint must stay good for another rollback.

@@ -86,7 +86,7 @@ def attend(c: Cohort, call: Call) -> None:
         kept = far.mass > 0
         near = shift[:, :, far_rows]
         np.copyto(near, far.top, where=kept & (far.top > near))
-        factor = np.zeros_like(far.mass)
+        factor = np.zeros(far.mass.shape, np.float32)
         np.divide(np.exp(np.minimum(far.top - near, 0)), far.unit, out=factor, where=kept)
     weights = np.exp(np.subtract(scores, shift, out=scores), out=scores)
     total = weights.sum(axis=-1, keepdims=True)
@@ -116,7 +116,9 @@ def far_commit(c: Cohort, call: Call) -> None:
     weights, carry = c.scratch["weights"], c.scratch["carry"]
     groups, _, heads, m = weights.shape
     values = c.values[:, c.start : c.start + e]
-    added = weights.reshape(groups, e, heads * m).swapaxes(1, 2) @ values
+    by_key = weights.reshape(groups, e, heads * m).swapaxes(1, 2)
+    # With nothing to sum up, BLAS takes three times as long as numpy.
+    added = by_key * values if e == 1 else by_key @ values
     far_num = added.reshape(c.far["far_num"].shape)
     far_num += c.far["far_num"] if (carry == 1).all() else c.far["far_num"] * carry[..., None]
     c.far = {
@@ -194,8 +196,9 @@ def _far_weights(c: Cohort, g: Geometry, logits: F32) -> _Far:
     weigh = _weigh_evenly if (shared - first).max() <= EVEN else _weigh_apart
     far = weigh(c, u, shared[..., None])
     far.top += shared[..., None] + (f + c.far["mix_log"])
-    far.in_chunk *= _causal(far.in_chunk.shape[-1])
-    np.sum(far.in_chunk, axis=-1, keepdims=True, out=far.mass)
+    if far.in_chunk.shape[-1] > 1:
+        far.in_chunk *= _causal(far.in_chunk.shape[-1])
+    np.add.reduce(far.in_chunk, axis=-1, keepdims=True, out=far.mass)
     if c.meta.far:
         far.mass += far.gain @ c.far["far_mass"][..., None]
     return far
@@ -206,7 +209,7 @@ def _weigh_evenly(c: Cohort, u: F32, shared: F32) -> _Far:
     gain = u
     gain *= np.exp(c.scratch["far_max"][:, :, None] - shared)
     # The sum of sizes is as good a unit as the largest, and a product is faster than a maximum.
-    unit = np.abs(gain) @ np.ones((gain.shape[-1], 1), np.float32)
+    unit = np.abs(gain) @ _ones(gain.shape[-1])
     in_chunk = gain @ c.scratch["weights"].transpose(0, 2, 3, 1)
     gain *= c.scratch["carry"][:, :, None]
     return _Far(np.log(unit), unit, np.empty_like(unit), gain, in_chunk)
@@ -248,6 +251,11 @@ def _bars(sinks: int, length: int, rows: int, e: int) -> F32:
     bars[:, sinks : sinks + e][np.arange(e) <= i - (rows - e)] = -np.inf
     bars[:, sinks + length :][np.arange(rows) > i] = -np.inf
     return bars
+
+
+@lru_cache(maxsize=8)
+def _ones(count: int) -> F32:
+    return np.ones((count, 1), np.float32)
 
 
 @lru_cache(maxsize=64)
