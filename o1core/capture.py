@@ -75,6 +75,8 @@ def _read_npz(path: Path) -> tuple[dict[str, Array], list[str], Array | str | No
             _require_names(path, file.files)
             arrays = {name: file[name] for name in "qkv"}
             source = file["source"] if "source" in file.files else None
+    except CaptureError:
+        raise
     except UNREADABLE_NPZ as fault:
         raise CaptureError(f"{path} is not a readable npz file: {fault}") from fault
     # A member that is no array at all comes as bytes.

@@ -52,6 +52,8 @@ def real(name: str, value: Any, low: float, high: float) -> float:
         raise TypeError(f"{name} must be a real number, got {value!r}")
     try:
         number = float(value)
+    except OverflowError:
+        number = math.inf
     except (TypeError, ValueError):
         raise TypeError(f"{name} must be a real number, got {value!r}") from None
     if not low <= number <= high:
@@ -79,9 +81,13 @@ def as_host_array(name: str, value: Any) -> npt.NDArray[Any]:
 def _from_protocol(name: str, value: Any) -> npt.NDArray[Any]:
     if type(value).__module__.partition(".")[0] == "torch":
         # numpy has no bfloat16, and autograd and device memory do not cross DLPack by themselves.
-        value = value.detach().cpu()
-        if str(value.dtype) == "torch.bfloat16":
-            value = value.float()
+        # Nor does the negative bit of a lazily negated view: the numbers would come out unnegated.
+        try:
+            value = value.detach().cpu().resolve_neg()
+            if str(value.dtype) == "torch.bfloat16":
+                value = value.float()
+        except (RuntimeError, TypeError, NotImplementedError) as fault:
+            raise TypeError(f"{name} must be a plain dense tensor: {fault}") from fault
     if hasattr(value, "__dlpack__"):
         try:
             return np.from_dlpack(value, device="cpu")
@@ -90,7 +96,10 @@ def _from_protocol(name: str, value: Any) -> npt.NDArray[Any]:
             if not hasattr(value, "__array__"):
                 raise TypeError(f"{name} cannot be read through DLPack: {fault}") from fault
     if hasattr(value, "__array__") or _has_buffer(value):
-        array: npt.NDArray[Any] = np.asarray(value)
+        try:
+            array: npt.NDArray[Any] = np.asarray(value)
+        except Exception as fault:
+            raise TypeError(f"{name} cannot be read as an array: {fault}") from fault
         return array
     raise TypeError(
         f"{name} must be an array (numpy, DLPack or buffer protocol), got {type(value).__name__}"

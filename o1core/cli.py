@@ -65,6 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (BadInputError, CaptureError, BackendUnavailable) as fault:
         _complain("error", fault)
         return 2
+    except OSError as fault:
+        _complain("error", f"cannot write the output: {fault.strerror or fault}")
+        return 1
     except MemoryError as fault:
         _complain("error", f"not enough memory: {fault}")
         return 2

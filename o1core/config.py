@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
@@ -19,6 +19,8 @@ Rectifier = Literal["aggregate", "fm"]
 MIN_SCALE, MAX_SCALE = 1e-30, 2.0**14
 MAX_DIM = 2**16
 MAX_ROWS = 2**31
+# Two of them and a few rows more must still be a number of rows.
+MAX_WINDOW = 2**29
 
 
 def _rectifier(value: Any) -> Rectifier:
@@ -28,7 +30,8 @@ def _rectifier(value: Any) -> Rectifier:
 
 
 def _windows(value: Any) -> tuple[int, ...]:
-    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+    # No sets or generators: the order says which group a window belongs to.
+    if isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, np.ndarray)):
         raise TypeError(f"windows must be a sequence of integers, one a group, got {value!r}")
     windows = tuple(integer(f"windows[{g}]", w, 1, MAX_ROWS) for g, w in enumerate(value))
     if not windows:
@@ -74,8 +77,8 @@ class Config:
     def __post_init__(self) -> None:
         put = object.__setattr__
         put(self, "landmarks", _landmarks(self.landmarks))
-        put(self, "window", integer("window", self.window, 1, MAX_ROWS))
-        put(self, "sinks", integer("sinks", self.sinks, 0, MAX_ROWS))
+        put(self, "window", integer("window", self.window, 1, MAX_WINDOW))
+        put(self, "sinks", integer("sinks", self.sinks, 0, MAX_WINDOW))
         put(self, "rectifier", _rectifier(self.rectifier))
         if self.windows is not None:
             put(self, "windows", _windows(self.windows))
@@ -185,7 +188,7 @@ class Geometry:
         rectifier: Rectifier = "aggregate",
     ) -> Geometry:
         """A geometry with the usual values; one `window` stands for all groups."""
-        if not isinstance(window, Iterable):
+        if not isinstance(window, (Sequence, np.ndarray)):
             window = (integer("window", window, 1, MAX_ROWS),) * integer(
                 "groups", groups, 1, MAX_DIM
             )

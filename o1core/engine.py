@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from dataclasses import dataclass, replace
@@ -72,6 +73,8 @@ class O1Batch:
                 raise ValueError(
                     f"device must be None when backend is an Executor object, got {device!r}"
                 )
+            if not getattr(backend, "name", ""):
+                raise TypeError(f"backend must have a name, got {backend!r}")
             return backend, "an Executor object was given"
         try:
             if backend == "auto":
@@ -136,7 +139,9 @@ class O1Batch:
         """
         self._require_open()
         executor = self._executor
-        geometries = {state.geometry, _sealed_geometry(state.config, state.geometry, state.batch)}
+        geometries = {state.geometry}
+        if state.exact_only:
+            geometries.add(_sealed_geometry(state.config, state.geometry, state.batch))
         reasons = sorted({r for g in geometries for r in executor.unsupported(Plan.build(g, 1))})
         if not reasons:
             return executor
@@ -282,8 +287,7 @@ class Layer:
         rows = _fold(arrays, self._batch, check_finite)
         with self._engine._lock:
             self._engine._require_open()
-            out = self._advance(*rows, check_finite)
-        return _unfold(out, self._batch)
+            return self._advance(*rows, check_finite)
 
     def _check_shapes(self, arrays: dict[str, npt.NDArray[Any]]) -> None:
         g, sequences = self._at.geometry, self._batch or 1
@@ -338,12 +342,13 @@ class Layer:
                     f"backend {self.backend} returned NaN or infinity for finite rows; "
                     "the layer is as it was before the call"
                 )
+            result = _unfold(out, self._batch)
             self._at = at
         except BaseException:
             self._at = before
             self._executor.rollback(before.handle, checkpoint)
             raise
-        return out
+        return result
 
     def _run(
         self,
@@ -424,6 +429,12 @@ class Layer:
                 self._engine, self._executor, self._config, self._batch, self._copy(self._at)
             )
 
+    def __copy__(self) -> Layer:
+        return self.fork()  # two layers must never share a handle
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Layer:
+        return self.fork()
+
     def _copy(self, at: _Standing) -> _Standing:
         return replace(at, handle=self._executor.copy(at.handle, at.geometry))
 
@@ -450,9 +461,9 @@ def _place(executor: Executor, state: LayerState) -> _Standing:
 
 
 def _sealed_geometry(config: Config, geometry: Geometry, batch: int | None) -> Geometry:
-    """The geometry that an exact-only layer gets when it seals; a sealed one keeps its own."""
+    """The geometry that an exact-only layer gets when it seals."""
     sequences = batch or 1
-    sealed = config.geometry(
+    return config.geometry(
         groups=geometry.groups // sequences,
         heads_per_group=geometry.heads_per_group,
         head_dim=geometry.head_dim,
@@ -460,8 +471,6 @@ def _sealed_geometry(config: Config, geometry: Geometry, batch: int | None) -> G
         rows=config.seal_rows,
         batch=sequences,
     )
-    # A longer prompt gave a sealed layer more landmarks.
-    return replace(sealed, landmarks=max(sealed.landmarks, geometry.landmarks))
 
 
 def _prompt_geometry(
@@ -546,5 +555,8 @@ def _all_finite(out: F32) -> bool:
 
 
 def _warn(text: str) -> None:
-    # The frames between here and the caller's own line differ; skip all of this package.
-    warnings.warn(text, BackendFallbackWarning, stacklevel=4)
+    """Warn at the line of the caller outside this module, however deep the call is here."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals["__name__"] == __name__:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, BackendFallbackWarning, stacklevel=level)

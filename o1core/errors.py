@@ -19,6 +19,10 @@ class BackendUnavailable(RuntimeError):
         self.reasons = tuple(reasons)
         super().__init__(f"backend {backend!r} cannot be used: " + "; ".join(self.reasons))
 
+    def __reduce__(self) -> tuple[type[BackendUnavailable], tuple[str, tuple[str, ...]]]:
+        # What an exception is rebuilt from is its text otherwise, and a worker's would not arrive.
+        return type(self), (self.backend, self.reasons)
+
 
 class UnknownBackend(BackendUnavailable, ValueError):
     """No backend of that name is installed: a mistake in the call, so nothing falls back."""

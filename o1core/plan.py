@@ -17,6 +17,7 @@ __all__ = ["Dispatch", "Plan", "SubChunk"]
 MAX_SUB_CHUNK = 64
 """Rows a sub-chunk may have; the kernels' scratch is made for it (docs/operator.md section 5)."""
 
+CACHED_SUB_CHUNKS = 16
 FORMAT, VERSION = "o1core-plan", 1
 
 
@@ -66,7 +67,10 @@ class Plan:
             raise TypeError(f"geometry must be a Geometry, got {type(geometry).__name__}")
         rows = integer("rows", rows, 0, MAX_ROWS)
         sub_chunk = integer("sub_chunk", sub_chunk, 1, MAX_SUB_CHUNK)
-        return _build(geometry, rows, sub_chunk)
+        # Small plans come again with every call; a large one costs little beside its rows, and
+        # would take megabytes to keep.
+        build = _cached if rows <= CACHED_SUB_CHUNKS * min(sub_chunk, *geometry.windows) else _build
+        return build(geometry, rows, sub_chunk)
 
     def meta_after(self, meta: Meta) -> tuple[GroupMeta, ...]:
         """The meta that every executor must hold after this call, one entry a group.
@@ -118,7 +122,7 @@ class Plan:
         """
         try:
             data = json.loads(text)
-        except ValueError as fault:
+        except (ValueError, RecursionError) as fault:
             raise ValueError(f"text must be JSON, got {text[:40]!r}: {fault}") from None
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise ValueError(f"text must be an {FORMAT} document, got {text[:40]!r}")
@@ -174,11 +178,13 @@ class Plan:
         return _table(self)
 
 
-@lru_cache(maxsize=128)
 def _build(geometry: Geometry, rows: int, sub_chunk: int) -> Plan:
     step = min(sub_chunk, *geometry.windows)
     chunks = tuple(SubChunk(at, min(step, rows - at)) for at in range(0, rows, step))
     return Plan(geometry, rows, chunks, buffers(geometry, rows), _dispatches(geometry, chunks))
+
+
+_cached = lru_cache(maxsize=64)(_build)
 
 
 def _dispatches(geometry: Geometry, chunks: Sequence[SubChunk]) -> tuple[Dispatch, ...]:

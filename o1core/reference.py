@@ -138,20 +138,24 @@ class SerialLayer:
         if group.far == 0 or len(group.k_landmarks) == 0:
             return None
         logits = self.scale * (group.k_landmarks @ query)
-        f = logits.max()
-        # The size of the mix is taken out as a power of two, so that u keeps its bits.
-        size = np.frexp(np.abs(head.mix).max())[1]
-        u = np.exp(logits - f) @ np.ldexp(head.mix, -size)
+        # u_b = Σ_a exp(logit_a) mix[a,b], each landmark at a scale of its own: the largest of its
+        # terms. A landmark key that hardly counts, or not at all, then cannot drown the others.
+        with np.errstate(divide="ignore"):
+            terms = logits[:, None] + np.log(np.abs(head.mix))
+        scale = terms.max(axis=0)
+        some = np.isfinite(scale)
+        u = np.zeros(len(scale), self.dtype)
+        u[some] = (np.sign(head.mix[:, some]) * np.exp(terms[:, some] - scale[some])).sum(axis=0)
         if self.geometry.rectifier == "fm":
             u = np.maximum(u, 0)
         used = u != 0
         if not used.any():
             return None
-        log_size = self.dtype.type(np.log(2.0) * float(size))
-        scale = np.full(len(u), -np.inf, self.dtype)
-        scale[used] = f + head.far_max[used] + np.log(np.abs(u[used])) + log_size
-        top = scale.max()
-        return top, np.sign(u) * np.exp(scale - top)
+        scale[used] += head.far_max[used] + np.log(np.abs(u[used]))
+        top = scale[used].max()
+        signed = np.zeros(len(scale), self.dtype)
+        signed[used] = np.sign(u[used]) * np.exp(scale[used] - top)
+        return top, signed
 
     def _divide(self, numerator: Array, denominator: Any) -> Array:
         result: Array = numerator / max(denominator, self.dtype.type(1e-30))

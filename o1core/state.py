@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -49,6 +50,10 @@ class LayerState:
     def __post_init__(self) -> None:
         _check_frame(self.config, self.geometry, self.batch, self.exact_only)
         object.__setattr__(self, "arrays", MappingProxyType(_check_arrays(self)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        frame = (self.config, self.geometry, dict(self.arrays), self.batch, self.exact_only)
+        return LayerState, frame
 
     def __getattr__(self, name: str) -> Array:
         arrays = self.__dict__.get("arrays", {})
@@ -101,6 +106,7 @@ class LayerState:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file; `LayerState.load` reads it on any machine."""
+        from safetensors import SafetensorError
         from safetensors.numpy import save_file
 
         frame = {
@@ -109,17 +115,23 @@ class LayerState:
             "batch": self.batch,
             "exact_only": self.exact_only,
         }
-        metadata = {"format": FORMAT, "version": VERSION, "layer": json.dumps(frame)}
+        arrays = {n: np.ascontiguousarray(a) for n, a in self.arrays.items()}
+        metadata = {
+            "format": FORMAT,
+            "version": VERSION,
+            "layer": json.dumps(frame),
+            "crc32": _checksum(arrays),
+        }
         # A reader must never meet half a file: write beside it, then move.
         partial = f"{os.fspath(path)}.partial"
         try:
-            save_file(
-                {n: np.ascontiguousarray(a) for n, a in self.arrays.items()}, partial, metadata
-            )
+            save_file(arrays, partial, metadata)
             os.replace(partial, path)
-        except BaseException:
+        except BaseException as fault:
             if os.path.exists(partial):
                 os.remove(partial)
+            if isinstance(fault, SafetensorError):
+                raise OSError(f"path {os.fspath(path)!r} cannot be written: {fault}") from fault
             raise
 
     @classmethod
@@ -149,6 +161,8 @@ class LayerState:
                     )
                 frame = json.loads(metadata["layer"])
                 arrays = {n: file.get_tensor(n) for n in file.keys()}  # noqa: SIM118
+                if metadata.get("crc32") != _checksum(arrays):
+                    raise ValueError(f"{name} is damaged: its arrays do not have its checksum")
             return cls(
                 Config(**frame["config"]),
                 Geometry(**frame["geometry"]),
@@ -156,8 +170,24 @@ class LayerState:
                 frame["batch"],
                 frame["exact_only"],
             )
-        except (SafetensorError, json.JSONDecodeError, KeyError, TypeError) as fault:
+        except (
+            SafetensorError,
+            json.JSONDecodeError,
+            RecursionError,
+            KeyError,
+            TypeError,
+        ) as fault:
             raise ValueError(f"{name} is not a readable state file: {fault}") from fault
+
+
+def _checksum(arrays: Mapping[str, Array]) -> str:
+    """Of names and contents, in the order of the names."""
+    crc = 0
+    for name in sorted(arrays):
+        crc = zlib.crc32(
+            np.ascontiguousarray(arrays[name]).tobytes(), zlib.crc32(name.encode(), crc)
+        )
+    return f"{crc:08x}"
 
 
 def _check_frame(config: Config, geometry: Geometry, batch: int | None, exact_only: bool) -> None:
@@ -203,10 +233,12 @@ def _check_arrays(state: LayerState) -> dict[str, Array]:
         assert buffer.shape is not None
         shapes[buffer.name] = buffer.shape
     shapes.update(g.far.arrays(g))
+    if not isinstance(state.arrays, Mapping):
+        raise TypeError(f"arrays must be a mapping, got {type(state.arrays).__name__}")
     given = dict(state.arrays)
     if state.exact_only:
-        rows = len(given["prompt_q"]) if "prompt_q" in given and given["prompt_q"].ndim else 0
-        shapes["prompt_q"] = (rows, g.heads, g.head_dim)
+        rows = np.shape(given.get("prompt_q", ()))[:1]
+        shapes["prompt_q"] = ((*rows, 0)[0], g.heads, g.head_dim)
     if set(given) != set(shapes):
         raise ValueError(f"arrays must be {', '.join(shapes)}; got {', '.join(given)}")
     checked: dict[str, Array] = {}

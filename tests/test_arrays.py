@@ -106,6 +106,19 @@ def test_wrong_types_are_refused(engine: o1core.O1Batch, make: Any, message: str
     assert same_state(layer.state(), before)
 
 
+class Stubborn:
+    """An array of a library that will not part with its numbers."""
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError("on another planet")
+
+
+def test_a_failing_conversion_names_the_argument(engine: o1core.O1Batch) -> None:
+    layer, (q, _, v) = small_layer(engine)
+    with pytest.raises(TypeError, match="k cannot be read as an array: on another planet"):
+        layer.extend(q, Stubborn(), v)
+
+
 @pytest.mark.parametrize(
     ("shapes", "message"),
     [

@@ -34,7 +34,7 @@ def test_contributing(site: Path) -> None:
     """The complete backend of the page, installed and checked."""
     source, check = blocks("CONTRIBUTING.md")
     install_plugin(site, "o1core_slow", source, "slow = o1core_slow:SlowExecutor")
-    names = ("plain", "fm", "no-landmarks", "mixed-windows", "massive-60-at-40", "seals-itself")
+    names = ("plain", "fm", "no-landmarks", "mixed-windows", "massive-100-at-40", "seals-itself")
     check_backend("slow", [c for c in cases() if c.name in names])
     compile(check, "CONTRIBUTING.md", "exec")
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
+import tracemalloc
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import SMALL, install_plugin, same_state, small_layer
+from support import SMALL, install_plugin, same_state, small_layer, small_rows
 
 import o1core
 from o1core import Plan
@@ -249,6 +252,66 @@ def test_only_what_it_opened_is_closed() -> None:
     assert executor.closed == 0
 
 
+def test_a_copied_layer_is_a_fork(engine: o1core.O1Batch) -> None:
+    layer, rows = small_layer(engine)
+    want = layer.fork().extend(*rows).tobytes()
+    for twin in (copy.copy(layer), copy.deepcopy(layer)):
+        assert twin.extend(*rows).tobytes() == want
+    assert layer.extend(*rows).tobytes() == want
+
+
+def test_a_failure_after_the_last_kernel_changes_nothing(
+    engine: o1core.O1Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The output of a batch is put together after the run: still inside the call."""
+    rows = [np.stack((x, x)) for x in small_rows(200)]
+    q, k, v = (x[:, :80] for x in rows)
+    layer = engine.seal(q, k, v, SMALL)
+    before = layer.state()
+
+    def fails(out: Any, batch: Any) -> Any:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("o1core.engine._unfold", fails)
+        with pytest.raises(MemoryError):
+            layer.extend(*(x[:, 80:] for x in rows))
+    assert same_state(layer.state(), before)
+
+
+def test_long_calls_leave_nothing_behind(engine: o1core.O1Batch) -> None:
+    """A window of 1 makes a plan of one sub-chunk a row; keeping those would be a leak."""
+    layer, (q, k, v) = small_layer(engine, o1core.Config(8, 1, 0), rows=400)
+    layer.extend(q[:300], k[:300], v[:300])
+    tracemalloc.start()
+    try:
+        for size in range(300, 340):
+            layer.extend(q[:size], k[:size], v[:size])
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 1_000_000  # forty such plans take 25 MB
+
+
+def test_a_refused_sealing_leaves_the_layer_exact(engine: o1core.O1Batch) -> None:
+    q, k, v = small_rows(60)
+    q, k = np.full_like(q, 9), np.full_like(k, -9)
+    layer = engine.seal(q[:5], k[:5], v[:5], SMALL)
+    layer.extend(q[5:42], k[5:42], v[5:42])
+    before = layer.state()
+    with pytest.raises(ValueError, match="mixing matrix does not fit float32"):
+        layer.extend(q[42:], k[42:], v[42:])
+    assert layer.exact_only
+    assert same_state(layer.state(), before)
+
+
+def test_sealing_over_a_nan_is_refused(engine: o1core.O1Batch) -> None:
+    q, k, v = small_rows(60)
+    k[3] = np.nan
+    with pytest.raises(ValueError, match="q and k must be finite to seal"):
+        engine.seal(q, k, v, SMALL, check_finite=False)
+
+
 # Choosing a backend -------------------------------------------------------------------------
 
 
@@ -278,8 +341,10 @@ def test_fallback_is_never_silent(name: str) -> None:
 def test_a_name_nobody_has_is_a_mistake() -> None:
     with pytest.raises(ValueError, match=r"'nunpy' cannot be used: no backend of that name"):
         o1core.O1Batch("nunpy")
-    with pytest.raises(o1core.UnknownBackend, match=r"installed: .*numpy"):
+    with pytest.raises(o1core.UnknownBackend, match=r"installed: .*numpy") as caught:
         o1core.O1Batch("nunpy", fallback=None)
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (str(again), again.reasons) == (str(caught.value), caught.value.reasons)
 
 
 @pytest.mark.parametrize(
@@ -309,8 +374,9 @@ class Limited(NumpyExecutor):
 
 def test_a_layer_beyond_the_limits_falls_back_with_a_warning() -> None:
     engine = o1core.O1Batch(Limited())
-    with pytest.warns(o1core.BackendFallbackWarning, match="windows must be at most 20, got 32"):
+    with pytest.warns(o1core.BackendFallbackWarning, match="at most 20, got 32") as seen:
         layer, rows = small_layer(engine)
+    assert seen[0].filename == small_layer.__code__.co_filename
     assert not isinstance(layer._executor, Limited)
     assert layer.extend(*rows).shape == (200, 4, 12)
     within = o1core.Config(8, 16, 2)

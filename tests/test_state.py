@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 from support import SMALL, same_state, small_layer, small_rows
 
 import o1core
+from o1core.state import _checksum
 
 
 @pytest.fixture
@@ -96,6 +99,10 @@ def edit(name: str, index: Any, value: float) -> Any:
         (edit("far_max", (0, 0, 1), np.nan), ValueError, "far_max must be finite in group 0"),
         (edit("far_mass", (0, 0, 1), -1), ValueError, "far_mass must be >= 0, got -1"),
         (edit("far_num", (0, 0, 1, 2), np.nan), ValueError, "far_num must be finite"),
+        (edit("far_num", (0, 0, 1, 2), 3e38), ValueError, "far_num must not exceed what 246 far"),
+        (edit("far_mass", (0, 0, 1), 300), ValueError, "far_mass must not exceed what 246 far"),
+        (edit("q_landmarks", (0, 0, 1, 1), 1e30), ValueError, "q_landmarks must be at most 2.81"),
+        (edit("k_landmarks", (0, 1, 1), -1e30), ValueError, "k_landmarks must be at most 2.81"),
     ],
 )
 def test_impossible_states_are_refused(
@@ -137,28 +144,39 @@ def other_version(path: Path, state: o1core.LayerState) -> None:
     save_file(dict(state.arrays), path, metadata)
 
 
+def frame_of(state: o1core.LayerState) -> dict[str, Any]:
+    config, geometry = state.config.to_dict(), state.geometry.to_dict()
+    return {"config": config, "geometry": geometry, "batch": None, "exact_only": False}
+
+
+def written(path: Path, arrays: dict[str, Any], layer: str) -> None:
+    """A file with all that a state file has around its contents."""
+    metadata = {"format": "o1core-layer-state", "version": "1", "layer": layer}
+    save_file(arrays, path, {**metadata, "crc32": _checksum(arrays)})
+
+
 def wrong_layer(path: Path, state: o1core.LayerState) -> None:
-    metadata = {"format": "o1core-layer-state", "version": "1", "layer": '{"config": {"x": 1}}'}
-    save_file(dict(state.arrays), path, metadata)
+    written(path, dict(state.arrays), '{"config": {"x": 1}}')
 
 
 def not_json(path: Path, state: o1core.LayerState) -> None:
-    metadata = {"format": "o1core-layer-state", "version": "1", "layer": "?"}
-    save_file(dict(state.arrays), path, metadata)
+    written(path, dict(state.arrays), "?")
+
+
+def nested(path: Path, state: o1core.LayerState) -> None:
+    written(path, dict(state.arrays), "[" * 100_000)
+
+
+def huge_scale(path: Path, state: o1core.LayerState) -> None:
+    frame = json.dumps(frame_of(state)).replace('"scale": null', f'"scale": 1{400 * "0"}')
+    written(path, dict(state.arrays), frame)
 
 
 def lacks_an_array(path: Path, state: o1core.LayerState) -> None:
     state.save(path)
     arrays = load_file(path)
     del arrays["mix"]
-    frame = {
-        "config": state.config.to_dict(),
-        "geometry": state.geometry.to_dict(),
-        "batch": None,
-        "exact_only": False,
-    }
-    metadata = {"format": "o1core-layer-state", "version": "1", "layer": json.dumps(frame)}
-    save_file(arrays, path, metadata)
+    written(path, arrays, json.dumps(frame_of(state)))
 
 
 def truncated(path: Path, state: o1core.LayerState) -> None:
@@ -172,11 +190,10 @@ def cut_in_the_header(path: Path, state: o1core.LayerState) -> None:
 
 
 def flipped(path: Path, state: o1core.LayerState) -> None:
-    """One number of a ring made NaN on its way."""
+    """One bit of one number of a ring changed on its way."""
     state.save(path)
     data = bytearray(path.read_bytes())
-    position = data.index(state.ring_k[0, 3].tobytes())
-    data[position : position + 4] = np.float32(np.nan).tobytes()
+    data[data.index(state.ring_k[0, 3].tobytes())] ^= 1
     path.write_bytes(data)
 
 
@@ -190,7 +207,9 @@ def flipped(path: Path, state: o1core.LayerState) -> None:
         (lacks_an_array, "arrays must be meta, .*mix.*; got"),
         (truncated, "is not a readable state file"),
         (cut_in_the_header, "is not a readable state file"),
-        (flipped, "ring_k must be finite"),
+        (flipped, "is damaged: its arrays do not have its checksum"),
+        (nested, "is not a readable state file"),
+        (huge_scale, "scale must be between"),
         (lambda p, s: p.write_bytes(b""), "is not a readable state file"),
         (lambda p, s: p.write_text("hello world, this is text"), "is not a readable state file"),
     ],
@@ -202,7 +221,23 @@ def test_bad_files_are_refused(
     make(path, state)
     with pytest.raises(ValueError, match=message) as caught:
         o1core.LayerState.load(path)
-    assert str(path) in str(caught.value) or "ring_k" in str(caught.value)
+    assert str(path) in str(caught.value) or "must be" in str(caught.value)
+
+
+def test_pickle_and_copy(state: o1core.LayerState) -> None:
+    for twin in (pickle.loads(pickle.dumps(state)), copy.copy(state), copy.deepcopy(state)):
+        assert same_state(twin, state)
+        assert (twin.config, twin.geometry) == (state.config, state.geometry)
+
+
+def test_arrays_of_the_wrong_kind(state: o1core.LayerState) -> None:
+    with pytest.raises(TypeError, match="arrays must be a mapping, got NoneType"):
+        o1core.LayerState(state.config, state.geometry, None)  # type: ignore[arg-type]
+
+
+def test_no_folder(state: o1core.LayerState, tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"nothing/layer.* cannot be written"):
+        state.save(tmp_path / "nothing" / "layer.safetensors")
 
 
 def test_no_file(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from o1core.checks import F32
+from o1core.checks import F32, MAX_KEY, MAX_VALUE
 from o1core.far.base import Arrays, FarField
 from o1core.layout import Buffer, Kernel, Meta
 
@@ -92,6 +92,8 @@ class Nystrom(FarField):
         ridge: float,
     ) -> dict[str, npt.NDArray[Any]]:
         groups, heads, m = g.groups, g.heads_per_group, g.landmarks
+        if not (np.isfinite(q).all() and np.isfinite(k).all()):
+            raise ValueError("q and k must be finite to seal: landmarks are means over all rows")
         q_means = segment_means(q, m).transpose(1, 0, 2).reshape(groups, heads, m, g.head_dim)
         k_means = segment_means(k, m).transpose(1, 0, 2)
         mix = mixing_matrix(g.scale * (q_means @ k_means[:, None].swapaxes(-1, -2)), ridge)
@@ -116,9 +118,26 @@ class Nystrom(FarField):
         }
 
     def check(self, arrays: Arrays, g: Geometry, meta: Meta) -> None:
-        for name in ("k_landmarks", "q_landmarks", "mix", "far_mass", "far_num"):
+        far = np.array([group.far for group in meta], np.float64)[:, None, None]
+        # A weight is at most 1, so neither sum can outgrow the keys; 1% is for rounding.
+        most_mass = 1.01 * far
+        for name, limit in (
+            ("k_landmarks", MAX_KEY),
+            ("q_landmarks", MAX_KEY),
+            ("mix", F32_MAX),
+            ("far_mass", most_mass),
+            ("far_num", (most_mass * MAX_VALUE)[..., None]),
+        ):
             if not np.isfinite(arrays[name]).all():
                 raise ValueError(f"state array {name} must be finite, got NaN or infinity")
+            if (over := np.abs(arrays[name], dtype=np.float64) > limit).any():
+                raise ValueError(
+                    f"state array {name} must not exceed what {int(far.max())} far keys can give, "
+                    f"got {arrays[name][over][0]:.3g}"
+                    if name.startswith("far")
+                    else f"state array {name} must be at most {limit:.3g} in magnitude, "
+                    f"got {arrays[name][over][0]:.3g}"
+                )
         if (arrays["far_mass"] < 0).any():
             raise ValueError(f"state array far_mass must be >= 0, got {arrays['far_mass'].min():g}")
         if not mix_fits(arrays["mix"]):

@@ -12,17 +12,20 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
 
 from o1core.checks import F32
 from o1core.config import Geometry
 from o1core_numpy.cohort import Cohort
 
-# Far maxima that differ by less than this can share one scale in float32 (e^-30 is 1e-13).
+# Far maxima that differ by less than this can share one scale in float32 (e^-30 is 1e-13), and so
+# can a row's landmark logits (e^-60 is 1e-26, and their weights still get multiplied by the mix).
 EVEN = 30.0
-# The floor of the denominator (section 4).
+EVEN_LOGITS = 60.0
+# The floor of the denominator (section 4), and what an empty sum is divided by instead of 0.
 FLOOR = np.float32(1e-30)
-# A mix whose largest entry lies within 2^-32 .. 2^32 is used as it is.
-PLAIN_EXPONENT = 32
+# Rows and columns of a mix whose largest entry lies within 2^-16 .. 2^16 are used as they are.
+PLAIN_EXPONENT = 16
 LN2 = np.float32(np.log(2.0))
 
 
@@ -86,8 +89,7 @@ def attend(c: Cohort, call: Call) -> None:
         kept = far.mass > 0
         near = shift[:, :, far_rows]
         np.copyto(near, far.top, where=kept & (far.top > near))
-        factor = np.zeros(far.mass.shape, np.float32)
-        np.divide(np.exp(np.minimum(far.top - near, 0)), far.unit, out=factor, where=kept)
+        factor = np.exp(np.minimum(far.top - near, 0)) * kept
     weights = np.exp(np.subtract(scores, shift, out=scores), out=scores)
     total = weights.sum(axis=-1, keepdims=True)
     if far is not None:
@@ -151,28 +153,39 @@ KERNELS: dict[str, Kernel] = {
 
 
 def scaled_mix(mix: F32) -> dict[str, F32]:
-    """`mix` brought to around 1, where it is extreme, and the logarithm of what was taken out.
+    """`mix [G,H,m,m]`, rows and columns of extreme size brought to around 1, and their logarithms.
 
-    A power of two a head, so nothing is rounded; products then neither overflow nor lose bits to
-    denormals, and the logarithm joins the row's shift.
+    Powers of two, so nothing is rounded. The logarithm of a row joins the logits of its landmark
+    key, `[G,H,1,m]` and -inf for a row of zeros; that of a column joins the far maximum, `[G,H,m]`.
+    A landmark key that hardly counts then does not set the scale of those that do, and products
+    neither overflow nor lose bits to denormals.
     """
-    exponent = np.frexp(np.abs(mix).max(axis=(-2, -1), keepdims=True))[1]
+    size = np.abs(mix)
+    rows = _extreme_exponent(size.max(axis=-1))
+    scaled = np.ldexp(mix, -rows[..., :, None])
+    columns = _extreme_exponent(np.abs(scaled).max(axis=-2))
+    scaled = np.ldexp(scaled, -columns[..., None, :])
+    row_log = np.where(size.max(axis=-1) > 0, rows * LN2, -np.inf).astype(np.float32)
+    column_log = (columns * LN2).astype(np.float32)
+    return {"mix_scaled": scaled, "row_log": row_log[:, :, None], "column_log": column_log}
+
+
+def _extreme_exponent(size: F32) -> npt.NDArray[np.int32]:
+    exponent = np.frexp(size)[1]
     exponent[np.abs(exponent) <= PLAIN_EXPONENT] = 0
-    log = exponent * LN2
-    return {"mix_scaled": np.ldexp(mix, -exponent) if exponent.any() else mix, "mix_log": log}
+    return exponent
 
 
 @dataclass
 class _Far:
     """What the last e rows take from the far field, before it is joined with the near one.
 
-    The weights are relative to `exp(top) / unit`, both `[G,H,e,1]`: gain `[G,H,e,m]` on the far
-    sums from before the sub-chunk, in_chunk `[G,H,e,e]` on the evicted keys. mass `[G,H,e,1]` is
-    their sum, the far denominator D. top is -inf where nothing contributes.
+    Everything is relative to `exp(top)`, top `[G,H,e,1]`, -inf where nothing contributes: gain
+    `[G,H,e,m]`, the weights on the far sums from before the sub-chunk; in_chunk `[G,H,e,e]`, those
+    on the evicted keys; mass `[G,H,e,1]`, the far denominator D.
     """
 
     top: F32
-    unit: F32 | np.float32
     mass: F32
     gain: F32
     in_chunk: F32
@@ -184,18 +197,28 @@ def _far_weights(c: Cohort, g: Geometry, logits: F32) -> _Far:
     Every row reads its far field relative to the maxima *at that row* (section 4): those after the
     sub-chunk may lie hundreds above, and the row would vanish. As long as all maxima of a head,
     over landmarks and over the sub-chunk, are close to each other, one scale serves them all;
-    otherwise each row and landmark gets its own.
+    otherwise each row and landmark gets its own. The same holds for the logits of a row.
     """
+    logits += c.far["row_log"]
     f = logits.max(axis=-1, keepdims=True)
-    u = np.exp(logits - f) @ c.far["mix_scaled"]
+    np.copyto(f, 0, where=np.isneginf(f))
+    logits -= f
+    columns = None
+    if logits.min() >= -EVEN_LOGITS or logits[np.isfinite(logits)].min(initial=0) >= -EVEN_LOGITS:
+        u = np.exp(logits, out=logits) @ c.far["mix_scaled"]
+    else:
+        u, columns = _mix_by_column(logits, c.far["mix_scaled"])
     if g.rectifier == "fm":
         np.maximum(u, 0, out=u)
-    after = c.scratch["far_max"]
+    before, column_log = c.far["far_max"], c.far["column_log"]
+    after = c.scratch["far_max"] + column_log
     shared = after.max(axis=-1, keepdims=True)
-    first = np.maximum(c.far["far_max"], c.scratch["logits"][:, 0])
-    weigh = _weigh_evenly if (shared - first).max() <= EVEN else _weigh_apart
-    far = weigh(c, u, shared[..., None])
-    far.top += shared[..., None] + (f + c.far["mix_log"])
+    first = np.maximum(before, c.scratch["logits"][:, 0]) + column_log
+    if columns is None and (shared - first).max() <= EVEN:
+        far = _weigh_evenly(c, u, after[:, :, None], shared[..., None])
+    else:
+        far = _weigh_apart(c, u, columns)
+    far.top += f
     if far.in_chunk.shape[-1] > 1:
         far.in_chunk *= _causal(far.in_chunk.shape[-1])
     np.add.reduce(far.in_chunk, axis=-1, keepdims=True, out=far.mass)
@@ -204,32 +227,59 @@ def _far_weights(c: Cohort, g: Geometry, logits: F32) -> _Far:
     return far
 
 
-def _weigh_evenly(c: Cohort, u: F32, shared: F32) -> _Far:
-    """All weights at the scale of `shared`, the largest maximum after the sub-chunk."""
-    gain = u
-    gain *= np.exp(c.scratch["far_max"][:, :, None] - shared)
+def _mix_by_column(logits: F32, mix: F32) -> tuple[F32, F32]:
+    """`u = exp(logits) @ mix` as u' and logarithms, u = u' exp(log), both `[G,H,e,m]`.
+
+    For logits so far apart that one scale a row would lose the landmarks that count for a column.
+    A group at a time, to bound the memory.
+    """
+    u, columns = np.empty_like(logits), np.empty_like(logits)
+    for i in range(len(logits)):
+        terms = logits[i][..., None] + np.log(np.abs(mix[i]))[:, None]
+        columns[i] = terms.max(axis=-2)
+        np.copyto(columns[i], 0, where=np.isneginf(columns[i]))
+        np.exp(np.subtract(terms, columns[i][..., None, :], out=terms), out=terms)
+        u[i] = np.copysign(terms, mix[i][:, None]).sum(axis=-2)
+    return u, columns
+
+
+def _weigh_evenly(c: Cohort, u: F32, after: F32, shared: F32) -> _Far:
+    """All weights at the scale of `shared`, the largest maximum after the sub-chunk.
+
+    after `[G,H,1,m]` and shared `[G,H,1,1]`. The top is then at most `EVEN` above the row's own.
+    """
     # The sum of sizes is as good a unit as the largest, and a product is faster than a maximum.
-    unit = np.abs(gain) @ _ones(gain.shape[-1])
+    unit = np.abs(u) @ _ones(u.shape[-1])
+    gain = u
+    gain *= np.exp(after - shared)
+    gain /= np.where(unit > 0, unit, 1)
     in_chunk = gain @ c.scratch["weights"].transpose(0, 2, 3, 1)
     gain *= c.scratch["carry"][:, :, None]
-    return _Far(np.log(unit), unit, np.empty_like(unit), gain, in_chunk)
+    return _Far(np.log(unit) + shared, np.empty_like(unit), gain, in_chunk)
 
 
-def _weigh_apart(c: Cohort, u: F32, shared: F32) -> _Far:
+def _weigh_apart(c: Cohort, u: F32, columns: F32 | None) -> _Far:
     """Each row and landmark at its own scale, with exponentials of their own on every evicted key.
 
-    e times the work of the common case, done a group at a time to bound the memory.
+    columns are the logarithms that belong to u, if any. e times the work of the common case, done a
+    group at a time to bound the memory.
     """
     logits = c.scratch["logits"]
     running = np.concatenate((c.far["far_max"][:, None], logits), axis=1)
     running = np.maximum.accumulate(running, axis=1)[:, 1:].swapaxes(1, 2)
     # Landmark b has the scale f + far_max_b + log|u_b|: one that contributes nothing has none. What
-    # the landmarks share, f and `shared`, is left to the end, since every addition rounds.
-    scale = np.log(np.abs(u))
-    scale += running - shared
-    top = scale.max(axis=-1, keepdims=True)
+    # the landmarks of a row share is left to the end, since every addition rounds.
+    level = running + c.far["column_log"][:, :, None]
+    if columns is not None:
+        level += columns
+    log_u = np.log(np.abs(u))
+    best = (level + log_u).argmax(axis=-1, keepdims=True)
+    base = np.take_along_axis(level, best, axis=-1)
+    top = np.take_along_axis(log_u, best, axis=-1)
+    scale = level - base
+    scale += log_u
     scale -= np.where(np.isneginf(top), 0, top)
-    gain = np.copysign(np.exp(scale, out=scale), u, out=scale)
+    gain = np.copysign(np.exp(np.minimum(scale, 0, out=scale), out=scale), u, out=scale)
     in_chunk = np.empty((*gain.shape[:3], gain.shape[2]), np.float32)
     for i in range(len(gain)):
         apart = logits[i].transpose(1, 2, 0)[:, None] - running[i][..., None]
@@ -237,7 +287,7 @@ def _weigh_apart(c: Cohort, u: F32, shared: F32) -> _Far:
         np.exp(np.minimum(apart, 0, out=apart), out=apart)
         in_chunk[i] = (gain[i][:, :, None] @ apart)[:, :, 0]
     gain *= np.exp(c.far["far_max"][:, :, None] - running)
-    return _Far(top, np.float32(1), np.empty_like(top), gain, in_chunk)
+    return _Far(top + base, np.empty_like(top), gain, in_chunk)
 
 
 @lru_cache(maxsize=8)
