@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from o1core.config import Geometry
 
 F64 = npt.NDArray[np.float64]
+Floats = npt.NDArray[np.floating[Any]]
 
 # Keys absorbed by one product while sealing: long enough for BLAS, short enough for the cache.
 SEAL_BLOCK = 512
@@ -102,11 +103,17 @@ class Nystrom(FarField):
         far_mass = np.zeros((groups, heads * m))
         far_num = np.zeros((groups, heads * m, g.value_dim))
         for i in range(groups):
+            one = slice(i, i + 1)
             queries = g.scale * q_landmarks[i].reshape(heads * m, -1).astype(np.float64)
-            for first in range(g.sinks, g.sinks + evicted[i], SEAL_BLOCK):
-                rows = slice(first, min(first + SEAL_BLOCK, g.sinks + evicted[i]))
-                logits = queries @ k[rows, i].T.astype(np.float64)
-                absorb(far_max[i], far_mass[i], far_num[i], logits, v[rows, i].astype(np.float64))
+            last = g.sinks + evicted[i]
+            for first in range(g.sinks, last, SEAL_BLOCK):
+                rows = slice(first, min(first + SEAL_BLOCK, last))
+                keys, values = (x[rows, i].astype(np.float64)[None] for x in (k, v))
+                with np.errstate(under="ignore"):
+                    far_max[one], weights, carry = weigh(far_max[one], keys @ queries.T)
+                    far_mass[one], far_num[one] = absorb(
+                        far_mass[one], far_num[one], weights, carry, values
+                    )
         shape = (groups, heads, m)
         return {
             "k_landmarks": k_means.astype(np.float32),
@@ -208,21 +215,31 @@ def _solve(a: F64, gram: F64, mean: F64, top: F64, *, ridge: float) -> F64:
     return fallback
 
 
-def absorb(far_max: F64, far_mass: F64, far_num: F64, logits: F64, values: F64) -> None:
-    """Add a block of evicted keys to the far sums, in place.
+def weigh(far_max: Floats, logits: Floats) -> tuple[Floats, Floats, Floats]:
+    """How evicted keys enter the far sums (section 3): new maxima, weights of the keys, carry.
 
-    far_max, far_mass `[x]`, far_num `[x, value_dim]`, logits `[x, keys]`, values
-    `[keys, value_dim]`, where x runs over the heads and landmarks of a group.
+    far_max `[G,x]`, logits `[G,keys,x]`, where x runs over the heads and landmarks of a group.
+    Weights `[G,keys,x]` are relative to the new maxima, and so are old sums times carry `[G,x]`.
+    Sealing does this in float64 with blocks of a prompt, the numpy backend in float32 with
+    sub-chunks.
     """
-    top = np.maximum(far_max, logits.max(axis=1))
-    with np.errstate(under="ignore"):
-        carry = np.exp(far_max - top)
-        weights = np.exp(logits - top[:, None])
-        far_mass *= carry
-        far_mass += weights.sum(axis=1)
-        far_num *= carry[:, None]
-        far_num += weights @ values
-    far_max[:] = top
+    after = np.maximum(far_max, logits.max(axis=1))
+    return after, np.exp(logits - after[:, None]), np.exp(far_max - after)
+
+
+def absorb(
+    far_mass: Floats, far_num: Floats, weights: Floats, carry: Floats, values: Floats
+) -> tuple[Floats, Floats]:
+    """The far sums with the keys added: far_mass `[G,x]`, far_num `[G,x,value_dim]`, both new.
+
+    weights and carry as `weigh` gives them, values `[G,keys,value_dim]`. The old sums are not
+    written.
+    """
+    by_key = weights.swapaxes(1, 2)
+    # With one key there is nothing to sum up, and BLAS takes three times as long as numpy.
+    added = by_key * values if values.shape[1] == 1 else by_key @ values
+    added += far_num if (carry == 1).all() else far_num * carry[..., None]
+    return far_mass * carry + weights.sum(axis=1), added
 
 
 NYSTROM = Nystrom()

@@ -102,9 +102,11 @@ class NumpyExecutor(Executor):
         # Underflow to 0 is what a softmax wants, and a host may have made it an error.
         with np.errstate(all="ignore"):
             calls: list[Call] = []
+            at = -1
             for dispatch in plan.dispatches:
-                rows = slice(dispatch.first_row, dispatch.first_row + dispatch.rows)
-                if dispatch.kernel == plan.dispatches[0].kernel:
+                if dispatch.first_row != at:
+                    at = dispatch.first_row
+                    rows = slice(at, at + dispatch.rows)
                     calls = [
                         Call(
                             g, q4[rows, c.groups], k[rows, c.groups], v[rows, c.groups], out4[rows]

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from o1core.checks import F32
 from o1core.config import Geometry
+from o1core.far.nystrom import absorb, weigh
 from o1core_numpy.cohort import Cohort
 
 # Far maxima that differ by less than this can share one scale in float32 (e^-30 is 1e-13), and so
@@ -55,15 +56,15 @@ def far_e(c: Cohort, call: Call) -> None:
     groups, heads, m, d = c.far["q_landmarks"].shape
     queries = c.far["q_landmarks"].reshape(groups, heads * m, d)
     keys = c.keys[:, c.start : c.start + e]
-    logits = (keys @ queries.swapaxes(1, 2)).reshape(groups, e, heads, m)
+    logits = keys @ queries.swapaxes(1, 2)
     logits *= np.float32(call.geometry.scale)
-    before = c.far["far_max"]
-    after = np.maximum(before, logits.max(axis=1))
+    after, weights, carry = weigh(c.far["far_max"].reshape(groups, heads * m), logits)
+    by_head, by_key = (groups, heads, m), (groups, e, heads, m)
     c.scratch = {
-        "logits": logits,
-        "far_max": after,
-        "weights": np.exp(logits - after[:, None]),
-        "carry": np.exp(before - after),
+        "logits": logits.reshape(by_key),
+        "far_max": after.reshape(by_head),
+        "weights": weights.reshape(by_key),
+        "carry": carry.reshape(by_head),
     }
 
 
@@ -115,19 +116,19 @@ def far_commit(c: Cohort, call: Call) -> None:
     e = c.evicted(call.rows)
     if e == 0:
         return
-    weights, carry = c.scratch["weights"], c.scratch["carry"]
-    groups, _, heads, m = weights.shape
-    values = c.values[:, c.start : c.start + e]
-    by_key = weights.reshape(groups, e, heads * m).swapaxes(1, 2)
-    # With nothing to sum up, BLAS takes three times as long as numpy.
-    added = by_key * values if e == 1 else by_key @ values
-    far_num = added.reshape(c.far["far_num"].shape)
-    far_num += c.far["far_num"] if (carry == 1).all() else c.far["far_num"] * carry[..., None]
+    groups, _, heads, m = c.scratch["weights"].shape
+    far_mass, far_num = absorb(
+        c.far["far_mass"].reshape(groups, heads * m),
+        c.far["far_num"].reshape(groups, heads * m, -1),
+        c.scratch["weights"].reshape(groups, e, heads * m),
+        c.scratch["carry"].reshape(groups, heads * m),
+        c.values[:, c.start : c.start + e],
+    )
     c.far = {
         **c.far,
         "far_max": c.scratch["far_max"],
-        "far_mass": c.far["far_mass"] * carry + weights.sum(axis=1),
-        "far_num": far_num,
+        "far_mass": far_mass.reshape(groups, heads, m),
+        "far_num": far_num.reshape(groups, heads, m, -1),
     }
 
 
@@ -186,9 +187,9 @@ class _Far:
     """
 
     top: F32
-    mass: F32
     gain: F32
     in_chunk: F32
+    mass: F32
 
 
 def _far_weights(c: Cohort, g: Geometry, logits: F32) -> _Far:
@@ -215,16 +216,15 @@ def _far_weights(c: Cohort, g: Geometry, logits: F32) -> _Far:
     shared = after.max(axis=-1, keepdims=True)
     first = np.maximum(before, c.scratch["logits"][:, 0]) + column_log
     if columns is None and (shared - first).max() <= EVEN:
-        far = _weigh_evenly(c, u, after[:, :, None], shared[..., None])
+        top, gain, in_chunk = _weigh_evenly(c, u, after[:, :, None], shared[..., None])
     else:
-        far = _weigh_apart(c, u, columns)
-    far.top += f
-    if far.in_chunk.shape[-1] > 1:
-        far.in_chunk *= _causal(far.in_chunk.shape[-1])
-    np.add.reduce(far.in_chunk, axis=-1, keepdims=True, out=far.mass)
+        top, gain, in_chunk = _weigh_apart(c, u, columns)
+    if in_chunk.shape[-1] > 1:
+        in_chunk *= _causal(in_chunk.shape[-1])
+    mass = np.add.reduce(in_chunk, axis=-1, keepdims=True)
     if c.meta.far:
-        far.mass += far.gain @ c.far["far_mass"][..., None]
-    return far
+        mass += gain @ c.far["far_mass"][..., None]
+    return _Far(top + f, gain, in_chunk, mass)
 
 
 def _mix_by_column(logits: F32, mix: F32) -> tuple[F32, F32]:
@@ -243,10 +243,12 @@ def _mix_by_column(logits: F32, mix: F32) -> tuple[F32, F32]:
     return u, columns
 
 
-def _weigh_evenly(c: Cohort, u: F32, after: F32, shared: F32) -> _Far:
+def _weigh_evenly(c: Cohort, u: F32, after: F32, shared: F32) -> tuple[F32, F32, F32]:
     """All weights at the scale of `shared`, the largest maximum after the sub-chunk.
 
-    after `[G,H,1,m]` and shared `[G,H,1,1]`. The top is then at most `EVEN` above the row's own.
+    after `[G,H,1,m]`, shared `[G,H,1,1]`; u is overwritten. Returns top, gain and in_chunk of
+    `_Far`, in_chunk still with weights on keys later than the row. The top is at most `EVEN` above
+    the row's own.
     """
     # The sum of sizes is as good a unit as the largest, and a product is faster than a maximum.
     unit = np.abs(u) @ _ones(u.shape[-1])
@@ -255,14 +257,14 @@ def _weigh_evenly(c: Cohort, u: F32, after: F32, shared: F32) -> _Far:
     gain /= np.where(unit > 0, unit, 1)
     in_chunk = gain @ c.scratch["weights"].transpose(0, 2, 3, 1)
     gain *= c.scratch["carry"][:, :, None]
-    return _Far(np.log(unit) + shared, np.empty_like(unit), gain, in_chunk)
+    return np.log(unit) + shared, gain, in_chunk
 
 
-def _weigh_apart(c: Cohort, u: F32, columns: F32 | None) -> _Far:
+def _weigh_apart(c: Cohort, u: F32, columns: F32 | None) -> tuple[F32, F32, F32]:
     """Each row and landmark at its own scale, with exponentials of their own on every evicted key.
 
-    columns are the logarithms that belong to u, if any. e times the work of the common case, done a
-    group at a time to bound the memory.
+    Returns the same. columns are the logarithms that belong to u, if any. e times the work of the
+    common case, done a group at a time to bound the memory.
     """
     logits = c.scratch["logits"]
     running = np.concatenate((c.far["far_max"][:, None], logits), axis=1)
@@ -287,7 +289,7 @@ def _weigh_apart(c: Cohort, u: F32, columns: F32 | None) -> _Far:
         np.exp(np.minimum(apart, 0, out=apart), out=apart)
         in_chunk[i] = (gain[i][:, :, None] @ apart)[:, :, 0]
     gain *= np.exp(c.far["far_max"][:, :, None] - running)
-    return _Far(top + base, np.empty_like(top), gain, in_chunk)
+    return top + base, gain, in_chunk
 
 
 @lru_cache(maxsize=8)
