@@ -115,12 +115,13 @@ class LayerState:
             "batch": self.batch,
             "exact_only": self.exact_only,
         }
+        layer = json.dumps(frame)
         arrays = {n: np.ascontiguousarray(a) for n, a in self.arrays.items()}
         metadata = {
             "format": FORMAT,
             "version": VERSION,
-            "layer": json.dumps(frame),
-            "crc32": _checksum(arrays),
+            "layer": layer,
+            "crc32": _checksum(layer, arrays),
         }
         # A reader must never meet half a file: write beside it, then move.
         partial = f"{os.fspath(path)}.partial"
@@ -159,10 +160,10 @@ class LayerState:
                     raise ValueError(
                         f"{name}: state version must be {VERSION}, got {metadata.get('version')!r}"
                     )
-                frame = json.loads(metadata["layer"])
                 arrays = {n: file.get_tensor(n) for n in file.keys()}  # noqa: SIM118
-                if metadata.get("crc32") != _checksum(arrays):
-                    raise ValueError(f"{name} is damaged: its arrays do not have its checksum")
+                if metadata["crc32"] != _checksum(metadata["layer"], arrays):
+                    raise ValueError(f"{name} is damaged: its contents do not have its checksum")
+                frame = json.loads(metadata["layer"])
             return cls(
                 Config(**frame["config"]),
                 Geometry(**frame["geometry"]),
@@ -180,9 +181,9 @@ class LayerState:
             raise ValueError(f"{name} is not a readable state file: {fault}") from fault
 
 
-def _checksum(arrays: Mapping[str, Array]) -> str:
-    """Of names and contents, in the order of the names."""
-    crc = 0
+def _checksum(layer: str, arrays: Mapping[str, Array]) -> str:
+    """Of the text that describes the layer, and of names and contents in the order of the names."""
+    crc = zlib.crc32(layer.encode())
     for name in sorted(arrays):
         crc = zlib.crc32(
             np.ascontiguousarray(arrays[name]).tobytes(), zlib.crc32(name.encode(), crc)

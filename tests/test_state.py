@@ -99,8 +99,16 @@ def edit(name: str, index: Any, value: float) -> Any:
         (edit("far_max", (0, 0, 1), np.nan), ValueError, "far_max must be finite in group 0"),
         (edit("far_mass", (0, 0, 1), -1), ValueError, "far_mass must be >= 0, got -1"),
         (edit("far_num", (0, 0, 1, 2), np.nan), ValueError, "far_num must be finite"),
-        (edit("far_num", (0, 0, 1, 2), 3e38), ValueError, "far_num must not exceed what 246 far"),
-        (edit("far_mass", (0, 0, 1), 300), ValueError, "far_mass must not exceed what 246 far"),
+        (
+            edit("far_num", (0, 0, 1, 2), 3e38),
+            ValueError,
+            "far_num must be what 246 far keys can give, got 3e.38",
+        ),
+        (
+            edit("far_mass", (0, 0, 1), 300),
+            ValueError,
+            "far_mass must be what 246 far keys can give, got 300",
+        ),
         (edit("q_landmarks", (0, 0, 1, 1), 1e30), ValueError, "q_landmarks must be at most 2.81"),
         (edit("k_landmarks", (0, 1, 1), -1e30), ValueError, "k_landmarks must be at most 2.81"),
     ],
@@ -152,7 +160,7 @@ def frame_of(state: o1core.LayerState) -> dict[str, Any]:
 def written(path: Path, arrays: dict[str, Any], layer: str) -> None:
     """A file with all that a state file has around its contents."""
     metadata = {"format": "o1core-layer-state", "version": "1", "layer": layer}
-    save_file(arrays, path, {**metadata, "crc32": _checksum(arrays)})
+    save_file(arrays, path, {**metadata, "crc32": _checksum(layer, arrays)})
 
 
 def wrong_layer(path: Path, state: o1core.LayerState) -> None:
@@ -197,9 +205,18 @@ def flipped(path: Path, state: o1core.LayerState) -> None:
     path.write_bytes(data)
 
 
+def other_settings(path: Path, state: o1core.LayerState) -> None:
+    """The description of the layer edited, to one that is possible as well."""
+    state.save(path)
+    data = path.read_bytes()
+    assert data.count(b"1e-06") == 1
+    path.write_bytes(data.replace(b"1e-06", b"1e-02"))
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (other_settings, "is damaged: its contents do not have its checksum"),
         (foreign, "must be an o1core-layer-state file, got format None"),
         (other_version, "state version must be 1, got '99'"),
         (wrong_layer, "is not a readable state file"),
@@ -207,7 +224,7 @@ def flipped(path: Path, state: o1core.LayerState) -> None:
         (lacks_an_array, "arrays must be meta, .*mix.*; got"),
         (truncated, "is not a readable state file"),
         (cut_in_the_header, "is not a readable state file"),
-        (flipped, "is damaged: its arrays do not have its checksum"),
+        (flipped, "is damaged: its contents do not have its checksum"),
         (nested, "is not a readable state file"),
         (huge_scale, "scale must be between"),
         (lambda p, s: p.write_bytes(b""), "is not a readable state file"),

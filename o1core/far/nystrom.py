@@ -127,24 +127,19 @@ class Nystrom(FarField):
     def check(self, arrays: Arrays, g: Geometry, meta: Meta) -> None:
         far = np.array([group.far for group in meta], np.float64)[:, None, None]
         # A weight is at most 1, so neither sum can outgrow the keys; 1% is for rounding.
-        most_mass = 1.01 * far
-        for name, limit in (
-            ("k_landmarks", MAX_KEY),
-            ("q_landmarks", MAX_KEY),
-            ("mix", F32_MAX),
-            ("far_mass", most_mass),
-            ("far_num", (most_mass * MAX_VALUE)[..., None]),
+        mass = 1.01 * far
+        for name, limit, rule in (
+            ("k_landmarks", MAX_KEY, f"at most {MAX_KEY:.3g} in magnitude"),
+            ("q_landmarks", MAX_KEY, f"at most {MAX_KEY:.3g} in magnitude"),
+            ("mix", F32_MAX, "finite"),
+            ("far_mass", mass, f"what {far.max():.0f} far keys can give"),
+            ("far_num", (mass * MAX_VALUE)[..., None], f"what {far.max():.0f} far keys can give"),
         ):
-            if not np.isfinite(arrays[name]).all():
-                raise ValueError(f"state array {name} must be finite, got NaN or infinity")
-            if (over := np.abs(arrays[name], dtype=np.float64) > limit).any():
-                raise ValueError(
-                    f"state array {name} must not exceed what {int(far.max())} far keys can give, "
-                    f"got {arrays[name][over][0]:.3g}"
-                    if name.startswith("far")
-                    else f"state array {name} must be at most {limit:.3g} in magnitude, "
-                    f"got {arrays[name][over][0]:.3g}"
-                )
+            within = np.abs(arrays[name], dtype=np.float64) <= limit  # NaN is not
+            if not within.all():
+                found = arrays[name][~within][0]
+                rule = rule if np.isfinite(found) else "finite"
+                raise ValueError(f"state array {name} must be {rule}, got {found:.3g}")
         if (arrays["far_mass"] < 0).any():
             raise ValueError(f"state array far_mass must be >= 0, got {arrays['far_mass'].min():g}")
         if not mix_fits(arrays["mix"]):
