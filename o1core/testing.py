@@ -449,10 +449,18 @@ def _alternating_mix(fixed: Mapping[str, F64]) -> dict[str, F64]:
     return {"mix": mix * sign[:, None]}
 
 
-def _lone_survivor(fixed: Mapping[str, F64]) -> dict[str, F64]:
-    # For "fm": every landmark is clamped but one, whose weight is next to nothing.
+def _survivor_rows(gap: float) -> Rows:
+    """A massive key in the prompt, which landmark 3 of 8 sees by `gap` less than the others."""
+    q, k, v = _massive_rows(90.0, (-110,), 120, 180)
+    q[45:60, :, 0] *= 1 - gap / 90
+    return q, k, v
+
+
+def _lone_survivor(size: float, fixed: Mapping[str, F64]) -> dict[str, F64]:
+    # For "fm": every landmark is clamped but number 3, whose weight of about `size` makes up for
+    # the massive key it has seen.
     mix = -np.abs(fixed["mix"])
-    mix[..., 3] *= -1e-39 / np.abs(mix[..., 3]).max()
+    mix[..., 3] *= -size / np.abs(mix[..., 3]).max()
     return {"mix": mix}
 
 
@@ -513,7 +521,9 @@ def cases() -> tuple[Case, ...]:
     above = _dropped_far_above
     table.append(Case("dropped-far-above", small, rows(300, **two), 120, (180,), above))
     survivor = Config(8, 64, 2, "fm")
-    table.append(Case("lone-survivor", survivor, rows(300, **two), 120, (180,), _lone_survivor))
+    for gap, weight in ((0.0, 1e-40), (25.0, 1e-30), (29.0, 1e-28), (35.0, 1e-24)):
+        inputs, alter = partial(_survivor_rows, gap), partial(_lone_survivor, weight)
+        table.append(Case(f"survivor-{gap:g}-below", survivor, inputs, 120, (180,), alter))
     for size in (20.0, 100.0, 1e4, 1e5):
         for at in ((0,), (1,), (40,), (62,), (63,), (64, 100), (3, 5, 7, 127)):
             # Several massive keys differ by less than float32 can tell of logits beyond 1000.
