@@ -51,6 +51,7 @@ from o1core import reference
 from o1core.checks import F32
 from o1core.exact import causal_attention
 from o1core.testing import Rows, random_rows
+from o1core.text import table
 
 if TYPE_CHECKING:
     from benchmarks import per_row
@@ -485,18 +486,9 @@ def machine() -> dict[str, Any]:
 # ------------------------------------------------------------------ showing
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns, numbers to the right."""
-    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-    left = 2
-    lines = []
-    for row in (header, *rows):
-        cells = [
-            cell.ljust(width) if i < left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+def show(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table: geometry and candidate to the left, numbers to the right."""
+    print("\n".join(table(header, rows, left=2)))
 
 
 def size(count: int) -> str:
@@ -547,7 +539,7 @@ def _show_rows(figures: Sequence[Figure]) -> None:
         speed = [f"{f.rate:.0f}", *spread(f), f"{f.gflops:.1f}", share, ratio]
         rows.append([str(f.shape), f.candidate, str(f.per_call), *speed])
     header = ["geometry", "candidate", "rows/call", "rows/s", "us", "min .. max"]
-    print(table([*header, "GFLOP/s", "ceiling", "x loop"], rows))
+    show([*header, "GFLOP/s", "ceiling", "x loop"], rows)
 
 
 def _show_context(figures: Sequence[Figure]) -> None:
@@ -559,7 +551,7 @@ def _show_context(figures: Sequence[Figure]) -> None:
         what = [str(f.shape), f.candidate, size(f.context), str(f.per_call), f"{f.rate:.0f}"]
         rows.append([*what, *spread(f), ratio])
     header = ["geometry", "candidate", "context", "rows/call", "rows/s", "us", "min .. max"]
-    print(table([*header, "x exact"], rows))
+    show([*header, "x exact"], rows)
 
 
 def _show_stream(figures: Sequence[Figure]) -> None:
@@ -568,7 +560,7 @@ def _show_stream(figures: Sequence[Figure]) -> None:
         [str(f.shape), f.candidate, size(f.context), *spread(f)]
         for f in _section(figures, "stream")
     ]
-    print(table(["geometry", "candidate", "streamed", "us", "min .. max"], rows))
+    show(["geometry", "candidate", "streamed", "us", "min .. max"], rows)
 
 
 def _show_seal(figures: Sequence[Figure]) -> None:
@@ -577,7 +569,7 @@ def _show_seal(figures: Sequence[Figure]) -> None:
     for f in _section(figures, "seal"):
         ms = [f"{1e3 * x:.0f}" for x in (median(f.seconds), min(f.seconds), max(f.seconds))]
         rows.append([str(f.shape), f.candidate, size(f.rows), ms[0], f"{ms[1]} .. {ms[2]}"])
-    print(table(["geometry", "candidate", "prompt", "ms", "min .. max"], rows))
+    show(["geometry", "candidate", "prompt", "ms", "min .. max"], rows)
 
 
 def show_memory(results: Sequence[Mapping[str, int]], shapes: Sequence[Shape]) -> None:
@@ -591,7 +583,7 @@ def show_memory(results: Sequence[Mapping[str, int]], shapes: Sequence[Shape]) -
         sizes = (held["state"], held["held"], held["scratch"], *caches)
         rows.append([str(shape), "", *(f"{x / 2**20:.2f}" for x in sizes)])
     contexts = [f"KV {kind} {size(c)}" for kind in ("f32", "f16") for c in KV_CONTEXTS]
-    print(table(["geometry", "", "state", "held", "scratch", *contexts], rows))
+    show(["geometry", "", "state", "held", "scratch", *contexts], rows)
 
 
 def median_micros(figure: Figure) -> float:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from o1core.checks import F32, MAX_KEY, MAX_VALUE, as_float32, as_host_array, require_finite
+from o1core.checks import F32, ROW_LIMITS, as_float32, as_host_array, require_finite
 
 __all__ = ["Capture", "CaptureError", "load"]
 
@@ -60,7 +60,7 @@ def load(path: Path) -> Capture:
         checked = {name: as_host_array(name, array) for name, array in arrays.items()}
         _check_shapes(checked)
         for name, array in checked.items():
-            require_finite(name, array, MAX_VALUE if name == "v" else MAX_KEY)
+            require_finite(name, array, ROW_LIMITS[name])
     except (TypeError, ValueError) as fault:
         raise CaptureError(f"{path}: {fault}") from fault
     q, k, v = (as_float32(checked[name]) for name in "qkv")

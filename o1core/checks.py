@@ -19,6 +19,7 @@ __all__ = [
     "F32",
     "MAX_KEY",
     "MAX_VALUE",
+    "ROW_LIMITS",
     "as_float32",
     "as_host_array",
     "integer",
@@ -29,6 +30,7 @@ __all__ = [
 F32 = npt.NDArray[np.float32]
 MAX_KEY = 2.0**48
 MAX_VALUE = 2.0**96
+ROW_LIMITS = {"q": MAX_KEY, "k": MAX_KEY, "v": MAX_VALUE}
 FLOATS = frozenset((np.float16, np.float32, np.float64))
 
 
@@ -86,7 +88,7 @@ def _from_protocol(name: str, value: Any) -> npt.NDArray[Any]:
             value = value.detach().cpu().resolve_neg()
             if str(value.dtype) == "torch.bfloat16":
                 value = value.float()
-        except (RuntimeError, TypeError, NotImplementedError) as fault:
+        except (RuntimeError, TypeError) as fault:
             raise TypeError(f"{name} must be a plain dense tensor: {fault}") from fault
     if hasattr(value, "__dlpack__"):
         try:

@@ -125,6 +125,18 @@ class Config:
             rectifier=self.rectifier,
         )
 
+    def geometry_like(self, other: Geometry, *, rows: int, batch: int | None) -> Geometry:
+        """The geometry after `rows` rows of a layer with the heads and widths of `other`."""
+        sequences = batch or 1
+        return self.geometry(
+            groups=other.groups // sequences,
+            heads_per_group=other.heads_per_group,
+            head_dim=other.head_dim,
+            value_dim=other.value_dim,
+            rows=rows,
+            batch=sequences,
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data; `Config(**d)` gives the same configuration back."""
         return asdict(self)

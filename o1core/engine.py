@@ -15,8 +15,7 @@ import numpy.typing as npt
 from o1core import registry
 from o1core.checks import (
     F32,
-    MAX_KEY,
-    MAX_VALUE,
+    ROW_LIMITS,
     as_float32,
     as_host_array,
     require_finite,
@@ -119,7 +118,7 @@ class O1Batch:
         config = Config() if config is None else config
         if not isinstance(config, Config):
             raise TypeError(f"config must be a Config, got {type(config).__name__}")
-        arrays = {name: as_host_array(name, x) for name, x in (("q", q), ("k", k), ("v", v))}
+        arrays = _host_arrays(q, k, v)
         geometry, batch = _prompt_geometry(arrays, config)
         rows = _fold(arrays, batch, check_finite)
         return self.load(seal(*rows, config, geometry, batch))
@@ -282,7 +281,7 @@ class Layer:
         Raises TypeError or ValueError naming argument, rule and value; RuntimeError when the
         backend fails. After any exception the state is bit for bit what it was before the call.
         """
-        arrays = {name: as_host_array(name, x) for name, x in (("q", q), ("k", k), ("v", v))}
+        arrays = _host_arrays(q, k, v)
         self._check_shapes(arrays)
         rows = _fold(arrays, self._batch, check_finite)
         with self._engine._lock:
@@ -324,19 +323,17 @@ class Layer:
         if first < rows:
             sealed = _sealed_geometry(self._config, before.geometry, self._batch)
             plans.append(Plan.build(sealed, rows - first))
-        want = plans[0].meta_after(before.meta)
         for plan in plans:
             if reasons := self._executor.unsupported(plan):
                 raise BackendUnavailable(self._executor.name, reasons)
         out = np.empty((rows, before.geometry.heads, before.geometry.value_dim), np.float32)
         checkpoint = self._executor.checkpoint(before.handle, plans)
         try:
-            at = self._run(plans[0], before, want, q[:first], k[:first], v[:first], out[:first])
+            at = self._run(plans[0], before, q[:first], k[:first], v[:first], out[:first])
             if at.prompt_q is not None and at.rows_seen == self._config.seal_rows:
                 at = self._seal(at)
                 if first < rows:
-                    want = plans[1].meta_after(at.meta)
-                    at = self._run(plans[1], at, want, q[first:], k[first:], v[first:], out[first:])
+                    at = self._run(plans[1], at, q[first:], k[first:], v[first:], out[first:])
             if check_finite and not _all_finite(out):
                 raise RuntimeError(
                     f"backend {self.backend} returned NaN or infinity for finite rows; "
@@ -350,19 +347,11 @@ class Layer:
             raise
         return result
 
-    def _run(
-        self,
-        plan: Plan,
-        at: _Standing,
-        want: tuple[GroupMeta, ...],
-        q: F32,
-        k: F32,
-        v: F32,
-        out: F32,
-    ) -> _Standing:
+    def _run(self, plan: Plan, at: _Standing, q: F32, k: F32, v: F32, out: F32) -> _Standing:
         """One plan from one standing to the next, checked against the meta it predicts."""
         if plan.rows == 0:
             return at
+        want = plan.meta_after(at.meta)
         got = tuple(
             GroupMeta(*group) for group in self._executor.run(plan, at.handle, q, k, v, out)
         )
@@ -462,15 +451,7 @@ def _place(executor: Executor, state: LayerState) -> _Standing:
 
 def _sealed_geometry(config: Config, geometry: Geometry, batch: int | None) -> Geometry:
     """The geometry that an exact-only layer gets when it seals."""
-    sequences = batch or 1
-    return config.geometry(
-        groups=geometry.groups // sequences,
-        heads_per_group=geometry.heads_per_group,
-        head_dim=geometry.head_dim,
-        value_dim=geometry.value_dim,
-        rows=config.seal_rows,
-        batch=sequences,
-    )
+    return config.geometry_like(geometry, rows=config.seal_rows, batch=batch)
 
 
 def _prompt_geometry(
@@ -517,6 +498,10 @@ def _prompt_geometry(
     return geometry, batch
 
 
+def _host_arrays(q: Any, k: Any, v: Any) -> dict[str, npt.NDArray[Any]]:
+    return {name: as_host_array(name, x) for name, x in (("q", q), ("k", k), ("v", v))}
+
+
 def _fold(
     arrays: dict[str, npt.NDArray[Any]], batch: int | None, check_finite: bool
 ) -> tuple[F32, F32, F32]:
@@ -528,7 +513,7 @@ def _fold(
                 require_finite(
                     name,
                     array,
-                    MAX_VALUE if name == "v" else MAX_KEY,
+                    ROW_LIMITS[name],
                     row_axis=0 if batch is None else 1,
                     way_out=" (check_finite=False skips this check)",
                 )

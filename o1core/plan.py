@@ -11,6 +11,7 @@ from typing import NamedTuple
 from o1core.checks import integer
 from o1core.config import MAX_ROWS, Geometry
 from o1core.layout import Buffer, GroupMeta, Meta, buffers, kernels
+from o1core.text import table
 
 __all__ = ["Dispatch", "Plan", "SubChunk"]
 
@@ -218,7 +219,7 @@ def _table(plan: Plan) -> str:
         f"value_dim {g.value_dim}, window {windows}, sinks {g.sinks}, "
         f"far field {g.far.name}" + (f" ({g.landmarks} landmarks)" if g.landmarks else ""),
         "",
-        *_columns(
+        *table(
             ("buffer", "binding", "shape", "dtype", "role", "bytes"),
             [
                 (
@@ -231,17 +232,19 @@ def _table(plan: Plan) -> str:
                 )
                 for b in plan.buffers
             ],
+            left=None,
         ),
         "",
     ]
     each = len(plan.dispatches) // max(1, len(plan.sub_chunks))
     lines += [
-        *_columns(
+        *table(
             ("kernel", "reads -> writes"),
             [
                 (d.kernel, f"{' '.join(d.reads)} -> {' '.join(d.writes)}")
                 for d in plan.dispatches[:each]
             ],
+            left=None,
         ),
         "",
     ]
@@ -260,15 +263,8 @@ def _table(plan: Plan) -> str:
         )
         for d in shown
     ]
-    table = _columns(("sub-chunk", "rows", "kernel", "grid"), rows)
+    launches = table(("sub-chunk", "rows", "kernel", "grid"), rows, left=None)
     if hidden:
-        table.insert(1 + each, f"...        {hidden} more sub-chunks, the same {each} kernels each")
-    return "\n".join(lines + table)
-
-
-def _columns(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in (header, *rows)
-    ]
+        more = f"...        {hidden} more sub-chunks, the same {each} kernels each"
+        launches.insert(1 + each, more)
+    return "\n".join(lines + launches)

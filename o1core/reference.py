@@ -183,14 +183,8 @@ class SerialLayer:
 
     def _seal(self, q: Array, k: Array, v: Array) -> None:
         """Section 2, with all keys after the sinks pushed one by one."""
-        g = self.geometry = self.config.geometry(
-            groups=k.shape[1] // self.batch,
-            heads_per_group=q.shape[1] // k.shape[1],
-            head_dim=k.shape[2],
-            value_dim=v.shape[2],
-            rows=len(k),
-            batch=self.batch,
-        )
+        g = self.config.geometry_like(self.geometry, rows=len(k), batch=self.batch)
+        self.geometry = g
         self.history = None
         t, m, sinks = len(k), g.landmarks, g.sinks
         segments = [slice(i * t // m, (i + 1) * t // m) for i in range(m)]

@@ -23,6 +23,7 @@ from o1core.config import Config
 from o1core.engine import Layer, O1Batch
 from o1core.exact import causal_attention
 from o1core.testing import Oracle, Report, compare
+from o1core.text import table
 
 __all__ = [
     "Error",
@@ -31,7 +32,6 @@ __all__ = [
     "Schedule",
     "measure",
     "render",
-    "table",
     "wrap",
 ]
 
@@ -371,18 +371,6 @@ def render(m: Measurement) -> str:
     if len(m.parts) > 1:
         blocks += [_cost_by_context(m), _error_by_context(m)]
     return "\n\n".join("\n".join(lines) for lines in blocks)
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a plain table: the first column to the left, the others to the right."""
-    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-    return [
-        "  ".join(
-            cell.rjust(width) if i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in (header, *rows)
-    ]
 
 
 def wrap(text: str, indent: str = "") -> list[str]:

@@ -204,14 +204,8 @@ def _check_frame(config: Config, geometry: Geometry, batch: int | None, exact_on
         raise ValueError(
             f"batch must divide the {geometry.groups} groups of the geometry, got {batch}"
         )
-    want = config.geometry(
-        groups=geometry.groups // sequences,
-        heads_per_group=geometry.heads_per_group,
-        head_dim=geometry.head_dim,
-        value_dim=geometry.value_dim,
-        rows=config.seal_rows - 1 if exact_only else MAX_ROWS,
-        batch=sequences,
-    )
+    rows = config.seal_rows - 1 if exact_only else MAX_ROWS
+    want = config.geometry_like(geometry, rows=rows, batch=batch)
     for field in ("windows", "sinks", "scale", "rectifier"):
         if getattr(geometry, field) != getattr(want, field):
             raise ValueError(

@@ -601,4 +601,4 @@ def check_backend(
 ) -> dict[str, Report]:
     """Every case on a backend, without fallback: `{case: report}`, or AssertionError."""
     with O1Batch(backend, fallback=None, device=device) as engine:
-        return {case.name: run_case(engine, case) for case in (only or cases())}
+        return {case.name: run_case(engine, case) for case in (cases() if only is None else only)}

@@ -23,7 +23,7 @@ from o1core_numpy.cohort import Cohort
 # can a row's landmark logits (e^-60 is 1e-26, and their weights still get multiplied by the mix).
 EVEN = 30.0
 EVEN_LOGITS = 60.0
-# The floor of the denominator (section 4), and what an empty sum is divided by instead of 0.
+# The floor of the denominator (section 4).
 FLOOR = np.float32(1e-30)
 # Rows and columns of a mix whose largest entry lies within 2^-16 .. 2^16 are used as they are.
 PLAIN_EXPONENT = 16
