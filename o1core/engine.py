@@ -18,10 +18,11 @@ from o1core.checks import (
     ROW_LIMITS,
     as_float32,
     as_host_array,
+    integer,
     require_finite,
     shape_error,
 )
-from o1core.config import Config, Geometry
+from o1core.config import MAX_ROWS, Config, Geometry
 from o1core.errors import BackendFallbackWarning, BackendUnavailable, UnknownBackend
 from o1core.executor import Executor
 from o1core.layout import GroupMeta, state_buffers
@@ -40,6 +41,7 @@ class O1Batch:
         is not usable; `None` raises `BackendUnavailable` instead. A name that no installed backend
         has is always an error.
     device: which device, in the backend's own terms; `None` lets it choose.
+    options: what else the backend has, as `wgsl=` of the wgpu backend; only with a backend's name.
 
     `engine.backend`, `engine.device` and `engine.reason` say what it runs on and why. Calls from
     several threads are safe; they take turns. Use it as a context manager, or call `close()`; an
@@ -52,6 +54,7 @@ class O1Batch:
         *,
         fallback: str | None = "numpy",
         device: Any = None,
+        **options: Any,
     ) -> None:
         if not isinstance(backend, (str, Executor)):
             raise TypeError(
@@ -64,9 +67,16 @@ class O1Batch:
         self._lock = threading.RLock()
         self._closed = False
         self._owned = not isinstance(backend, Executor)
-        self._executor, self.reason = self._open(backend, device)
+        self._executor, self.reason = self._open(backend, device, options)
 
-    def _open(self, backend: str | Executor, device: Any) -> tuple[Executor, str]:
+    def _open(
+        self, backend: str | Executor, device: Any, options: dict[str, Any]
+    ) -> tuple[Executor, str]:
+        if options and (isinstance(backend, Executor) or backend == "auto"):
+            raise TypeError(
+                f"{', '.join(options)} must come with the name of the backend that has it, "
+                f"got backend={backend!r}"
+            )
         if isinstance(backend, Executor):
             if device is not None:
                 raise ValueError(
@@ -81,7 +91,8 @@ class O1Batch:
                 if faults:
                     _warn(f"auto passed over a broken backend: {'; '.join(faults)}")
                 return executor, "; ".join([reason, *faults])
-            return registry.open_backend(backend, device), f"{backend} was asked for"
+            executor = registry.open_backend(backend, device, options)
+            return executor, "; ".join(filter(None, (f"{backend} was asked for", executor.detail)))
         except UnknownBackend:
             raise
         except BackendUnavailable as fault:
@@ -187,13 +198,15 @@ class _Standing:
     """Where a layer stands; replaced as a whole, so a call has either happened or not.
 
     prompt_q holds the queries of an exact-only layer, with which it will be sealed; a sealed layer
-    has none.
+    has none. encoded: rows were recorded into the host's encoder, and it is not known yet that they
+    were submitted.
     """
 
     geometry: Geometry
     handle: Any
     meta: tuple[GroupMeta, ...]
     prompt_q: F32 | None
+    encoded: bool = False
 
     @property
     def rows_seen(self) -> int:
@@ -202,10 +215,15 @@ class _Standing:
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """A layer's state kept on its device; `Layer.restore` goes back to it, as often as wanted."""
+    """A layer's state at one moment; `Layer.restore` goes back to it, as often as wanted.
+
+    It lies on the layer's device, and `state` is None; a durable one is a copy on the host instead,
+    which outlives the device.
+    """
 
     _layer: Layer
     _standing: _Standing
+    state: LayerState | None = None
 
     @property
     def rows_seen(self) -> int:
@@ -286,6 +304,7 @@ class Layer:
         rows = _fold(arrays, self._batch, check_finite)
         with self._engine._lock:
             self._engine._require_open()
+            self._settle()
             return self._advance(*rows, check_finite)
 
     def _check_shapes(self, arrays: dict[str, npt.NDArray[Any]]) -> None:
@@ -373,20 +392,76 @@ class Layer:
         state = seal(at.prompt_q, k, v, self._config, geometry, self._batch)
         return _place(self._executor, state)
 
+    def encode(self, encoder: Any, q: Any, k: Any, v: Any, out: Any, rows: int) -> None:
+        """Record the next rows into the host's command encoder; nothing is read back.
+
+        For hosts that keep everything on the GPU, on an engine opened with their device (backend
+        wgpu: `encoder` is a `wgpu.GPUCommandEncoder` or an open compute pass; the buffers are
+        `wgpu.GPUBuffer` of usage STORAGE, or tuples of one and an offset in bytes). They hold
+        float32: q `[rows, heads, head_dim]`, k `[rows, groups, head_dim]`, v
+        `[rows, groups, value_dim]`; out `[rows, heads, value_dim]` is written. The sequences of a
+        batch lie side by side, `[rows, batch * heads, head_dim]`.
+
+        The rows count as seen from this call on, so submit the encoder before the layer is used
+        otherwise; recording more rows, of this or of other layers, is fine. Values are not checked:
+        they must be finite, within section 8.
+
+        Raises TypeError or ValueError naming the argument, before anything is recorded;
+        NotImplementedError for backends without encoders; RuntimeError for an exact-only layer,
+        which needs its rows on the host until it is sealed.
+        """
+        rows = integer("rows", rows, 0, MAX_ROWS)
+        with self._engine._lock:
+            self._engine._require_open()
+            at = self._at
+            if at.prompt_q is not None:
+                raise RuntimeError(
+                    f"this layer is exact-only until it has seen {self._config.seal_rows} rows "
+                    f"(it has seen {at.rows_seen}): extend it with arrays until then"
+                )
+            plan = Plan.build(at.geometry, rows)
+            if reasons := self._executor.unsupported(plan):
+                raise BackendUnavailable(self._executor.name, reasons)
+            meta = plan.meta_after(at.meta)
+            self._executor.encode(plan, at.handle, encoder, q, k, v, out)
+            if rows:
+                self._at = replace(at, meta=meta, encoded=True)
+
+    def _settle(self) -> None:
+        """RuntimeError unless the rows that were encoded have arrived on the device."""
+        at = self._at
+        if at.encoded:
+            held = tuple(GroupMeta(*group) for group in self._executor.meta(at.handle))
+            if held != at.meta:
+                raise RuntimeError(
+                    f"rows were encoded for this layer but not submitted (the device holds meta "
+                    f"{held}, with them it would be {at.meta}): submit the encoder first, or "
+                    "go back to a snapshot"
+                )
+            self._at = replace(at, encoded=False)
+
     def state(self) -> LayerState:
         """The whole state as numpy copies; save it, or load it into any engine."""
         with self._engine._lock:
             self._engine._require_open()
+            self._settle()
             at = self._at
             return state_from_buffers(
                 self._config, at.geometry, self._executor.read(at.handle), self._batch, at.prompt_q
             )
 
-    def snapshot(self) -> Snapshot:
-        """The state kept on the device, to go back to with `restore`."""
+    def snapshot(self, *, durable: bool = False) -> Snapshot:
+        """The state as it is, to go back to with `restore`.
+
+        It is kept on the device, which costs next to nothing, and is lost with it; durable keeps a
+        copy on the host instead.
+        """
         with self._engine._lock:
             self._engine._require_open()
-            return Snapshot(self, self._copy(self._at))
+            if durable:
+                state = self.state()
+                return Snapshot(self, replace(self._at, handle=None), state)
+            return Snapshot(self, self._copy())
 
     def restore(self, snapshot: Snapshot) -> None:
         """Go back to a snapshot of this layer or of a fork of it; the snapshot stays usable.
@@ -408,15 +483,18 @@ class Layer:
             )
         with self._engine._lock:
             self._engine._require_open()
-            self._at = self._copy(snapshot._standing)
+            if snapshot.state is not None:
+                self._at = _place(self._executor, snapshot.state)
+            else:
+                at = snapshot._standing
+                handle = self._executor.copy(at.handle, at.geometry)
+                self._at = replace(at, handle=handle)
 
     def fork(self) -> Layer:
         """An independent layer that goes on from the same state, on the same engine."""
         with self._engine._lock:
             self._engine._require_open()
-            return Layer(
-                self._engine, self._executor, self._config, self._batch, self._copy(self._at)
-            )
+            return Layer(self._engine, self._executor, self._config, self._batch, self._copy())
 
     def __copy__(self) -> Layer:
         return self.fork()  # two layers must never share a handle
@@ -424,7 +502,9 @@ class Layer:
     def __deepcopy__(self, memo: dict[int, Any]) -> Layer:
         return self.fork()
 
-    def _copy(self, at: _Standing) -> _Standing:
+    def _copy(self) -> _Standing:
+        self._settle()
+        at = self._at
         return replace(at, handle=self._executor.copy(at.handle, at.geometry))
 
     def _kind(self) -> tuple[Any, ...]:

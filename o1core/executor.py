@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from o1core.checks import F32
 from o1core.config import Geometry
-from o1core.layout import Meta
+from o1core.layout import GroupMeta, Meta
 from o1core.plan import Plan
 
 __all__ = ["Executor"]
@@ -26,7 +26,8 @@ class Executor(ABC):
     table, and already checked: rows are finite unless the caller opted out.
 
     Only `open`, `allocate`, `write`, `read`, `run` and `unsupported` must be written. The others
-    are derived from them, at the price of copies through the host.
+    are derived from them, at the price of copies through the host; `encode` is for devices that a
+    host drives itself.
     """
 
     name: ClassVar[str]
@@ -41,12 +42,17 @@ class Executor(ABC):
     device: str = ""
     """What it really runs on, for people: adapter name and kind."""
 
+    detail: str = ""
+    """What else decides about its results, for `engine.reason`: which kernels it runs."""
+
     @classmethod
     @abstractmethod
     def open(cls, device: Any = None) -> Self:
         """An executor on the given device, `None` for the best one.
 
-        Raises `BackendUnavailable` with every reason and its fix when this machine has none.
+        A backend with options of its own takes them as further keyword arguments, which `O1Batch`
+        passes on. Raises `BackendUnavailable` with every reason and its fix when this machine has
+        no such device, TypeError or ValueError for arguments that are wrong.
         """
 
     @abstractmethod
@@ -72,6 +78,22 @@ class Executor(ABC):
         q `[rows, G*H, d]`, k `[rows, G, d]`, v `[rows, G, dv]` are read only. Returns the meta the
         device now holds, which the caller compares with `plan.meta_after`.
         """
+
+    def encode(
+        self, plan: Plan, handle: Any, encoder: Any, q: Any, k: Any, v: Any, out: Any
+    ) -> None:
+        """Record the plan's dispatches into the host's encoder, on the host's buffers.
+
+        Nothing is waited for or read back. Whatever is wrong raises before anything is recorded.
+        """
+        del plan, handle, encoder, q, k, v, out
+        raise NotImplementedError(
+            f"backend {self.name} has no command encoders: extend the layer with arrays"
+        )
+
+    def meta(self, handle: Any) -> Meta:
+        """The meta that the device holds."""
+        return [GroupMeta(*map(int, group[:3])) for group in self.read(handle)["meta"]]
 
     def close(self) -> None:
         """Release the device; handles are dead afterwards."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
+from inspect import signature
 from typing import Any
 
 from o1core.errors import BackendUnavailable, UnknownBackend
@@ -18,7 +20,6 @@ log = logging.getLogger(__name__)
 GROUP = "o1core.backends"
 
 PLANNED = {
-    "wgpu": "this version of o1core has no wgpu backend yet",
     "taichi": "this version of o1core has no taichi backend yet",
 }
 
@@ -59,9 +60,14 @@ class BrokenBackend(BackendUnavailable):
     """The backend is there but fails, which is a fault of its own and not a missing dependency."""
 
 
-def open_backend(name: str, device: Any = None) -> Executor:
-    """The executor of the backend `name`, or `BackendUnavailable` with the reasons."""
-    return _open(_load(name), device)
+def open_backend(
+    name: str, device: Any = None, options: Mapping[str, Any] | None = None
+) -> Executor:
+    """The executor of the backend `name`, or `BackendUnavailable` with the reasons.
+
+    TypeError for an option that this backend does not have.
+    """
+    return _open(_load(name), device, options or {})
 
 
 def open_auto(device: Any = None) -> tuple[Executor, str, list[str]]:
@@ -72,6 +78,7 @@ def open_auto(device: Any = None) -> tuple[Executor, str, list[str]]:
     """
     faults: list[str] = []
     passed: list[str] = []
+    wrong: Exception | None = None
     ranked: list[type[Executor]] = []
     for name in _entries():
         try:
@@ -84,9 +91,14 @@ def open_auto(device: Any = None) -> tuple[Executor, str, list[str]]:
         if kind.auto_rank < 0:
             continue
         try:
-            executor = _open(kind, device)
+            executor = _open(kind, device, {})
         except BrokenBackend as fault:
             faults.append(str(fault))
+            continue
+        except (TypeError, ValueError) as fault:
+            # Each backend has devices of its own; the name may mean something to another one.
+            wrong = wrong or fault
+            passed.append(f"{kind.name}: {fault}")
             continue
         except BackendUnavailable as fault:
             passed.append(str(fault))
@@ -96,6 +108,8 @@ def open_auto(device: Any = None) -> tuple[Executor, str, list[str]]:
             executor.close()
             continue
         return executor, "; ".join([f"auto chose {kind.name}", *passed]), faults
+    if wrong is not None:
+        raise wrong
     raise BackendUnavailable("auto", [*faults, *passed] or [_NOT_INSTALLED])
 
 
@@ -144,9 +158,16 @@ def _load(name: str) -> type[Executor]:
     return kind
 
 
-def _open(kind: type[Executor], device: Any) -> Executor:
+def _open(kind: type[Executor], device: Any, options: Mapping[str, Any]) -> Executor:
+    known = [p.name for p in signature(kind.open).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    for option in options:
+        if option not in known:
+            raise TypeError(
+                f"backend {kind.name} has no option {option!r} "
+                f"(it has {', '.join(known) if known else 'none'})"
+            )
     try:
-        return kind.open(device)
+        return kind.open(device, **options)
     except (BackendUnavailable, TypeError, ValueError):
         raise  # its own verdict, or the caller's wrong `device`
     except Exception as fault:

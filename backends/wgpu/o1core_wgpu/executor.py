@@ -1,0 +1,441 @@
+"""The wgpu executor: plans as command buffers, states as buffers on the device."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import numpy.typing as npt
+import wgpu
+
+from o1core.checks import F32, integer
+from o1core.config import Geometry
+from o1core.errors import BackendUnavailable
+from o1core.executor import Buffers, Executor
+from o1core.layout import Buffer, GroupMeta, Meta, buffers, state_buffers
+from o1core.plan import MAX_SUB_CHUNK, Plan
+from o1core_wgpu.device import UNIFORM_BYTES, Gpu, open_gpu
+from o1core_wgpu.kernel_set import GivenKernels, KernelSet, own_kernels
+from o1core_wgpu.source import load
+from o1core_wgpu.workspace import (
+    STAGING,
+    STORAGE,
+    UNIFORM_STRIDE,
+    Bound,
+    BoundSet,
+    Checkpoint,
+    Piece,
+    Step,
+    Stored,
+    WgpuState,
+    Workspace,
+)
+
+__all__ = ["WgpuExecutor", "WgpuState"]
+
+log = logging.getLogger(__name__)
+
+ENVIRONMENT = "O1CORE_WGSL"
+SCRATCH, PARAMETERS = 13, 15
+
+SUB_CHUNKS = 1024
+"""Sub-chunks in one submission; a longer call is several, so that no watchdog sees one run on."""
+SCRATCH_BUDGET = 2**26
+BOUND_SETS = 8
+"""How many sets of input buffers a layer keeps bind groups for."""
+
+
+class WgpuExecutor(Executor):
+    """Runs plans on a GPU through WebGPU; on a software adapter when there is no other.
+
+    The kernels are o1core's own unless `wgsl` names others (see `open`).
+    """
+
+    name = "wgpu"
+    auto_rank: ClassVar[int] = 20
+
+    def __init__(self, gpu: Gpu, kernels: KernelSet, device: Any = None) -> None:
+        self.software = gpu.software
+        self.device = gpu.name
+        self.detail = f"kernels: {kernels.label}"
+        self._kernels = kernels
+        self._asked = device
+        self._lock = threading.RLock()
+        self._reasons: dict[Geometry, list[str]] = {}
+        self._use(gpu)
+
+    def _use(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self._pipelines = gpu.pipelines(self._kernels)
+        self._work = Workspace(gpu)
+
+    @classmethod
+    def open(cls, device: Any = None, *, wgsl: str | os.PathLike[str] | None = None) -> Self:
+        """An executor on an adapter (see `o1core_wgpu.device.open_gpu`), or on the host's device.
+
+        wgsl: a `.wgsl` file, or a Rust source that holds the text, with kernels of the interface of
+        docs/operator.md section 6; "original" looks for the upstream engine's in cargo's folders.
+        Without it, the environment variable O1CORE_WGSL names them, and otherwise they are
+        o1core's own.
+
+        BackendUnavailable when this machine has no adapter or one with limits too small;
+        FileNotFoundError, TypeError or ValueError for arguments that are wrong.
+        """
+        wgsl = wgsl or os.environ.get(ENVIRONMENT) or None
+        kernels = own_kernels() if wgsl is None else GivenKernels(load(wgsl))
+        gpu = open_gpu(device)
+        if missing := gpu.missing(kernels):
+            raise BackendUnavailable(cls.name, missing)
+        return cls(gpu, kernels, device)
+
+    def unsupported(self, plan: Plan) -> list[str]:
+        g = plan.geometry
+        if g not in self._reasons:
+            if len(self._reasons) > 256:
+                self._reasons.clear()
+            self._reasons[g] = self._why_not(g)
+        return list(self._reasons[g])
+
+    def _why_not(self, g: Geometry) -> list[str]:
+        reasons = [f"{x} ({self._kernels.label})" for x in self._kernels.limits(g)]
+        # Calls are split into sub-chunks where they must be, so one decides.
+        plan = Plan.build(g, min(MAX_SUB_CHUNK, *g.windows))
+        largest = self._gpu.largest_binding
+        sizes = {b.name: b.nbytes for b in plan.buffers if b.shape is not None}
+        sizes["scratch"] = self._kernels.scratch_bytes(g, plan.rows, self._scratch_budget)
+        reasons += [
+            f"{name} must have at most {largest:,} bytes (the largest binding of {self.device}), "
+            f"got {nbytes:,}"
+            for name, nbytes in sizes.items()
+            if nbytes > largest
+        ]
+        if reasons:
+            return reasons
+        most = self._gpu.limits["max-compute-workgroups-per-dimension"]
+        for launch in self._kernels.launches(plan, plan.sub_chunks, self._scratch_budget):
+            if max(launch.workgroups) > most:
+                reasons.append(
+                    f"{launch.entry_point} must have at most {most} workgroups a dimension "
+                    f"({self.device}), got {launch.workgroups} for {g.groups} groups of "
+                    f"{g.heads_per_group} heads, {g.landmarks} landmarks"
+                )
+        return reasons
+
+    @property
+    def _scratch_budget(self) -> int:
+        return min(SCRATCH_BUDGET, self._gpu.largest_binding)
+
+    # State ----------------------------------------------------------------------------------------
+
+    def allocate(self, geometry: Geometry) -> WgpuState:
+        with self._lock:
+            if self._gpu.lost_by_now():
+                self._reopen()
+            with self._guarded(self._gpu):
+                return WgpuState(
+                    self._gpu,
+                    geometry,
+                    {b.name: self._gpu.buffer(b.nbytes, STORAGE) for b in state_buffers(geometry)},
+                )
+
+    def _reopen(self) -> None:
+        """A new device in place of the lost one; what was on that one stays lost."""
+        if self._gpu.adopted:
+            self._gpu.require_live()
+        log.warning("%s was lost and is opened again", self.device)
+        self._use(open_gpu(self._asked))
+
+    def write(self, handle: WgpuState, buffers: Buffers) -> None:
+        with self._guarded(handle.gpu):
+            queue = handle.gpu.device.queue
+            for name, array in buffers.items():
+                if array.nbytes:
+                    queue.write_buffer(handle.buffers[name], 0, array)
+
+    def read(self, handle: WgpuState) -> dict[str, npt.NDArray[Any]]:
+        return self._read(handle, state_buffers(handle.geometry))
+
+    def meta(self, handle: WgpuState) -> Meta:
+        return _as_meta(self._read(handle, state_buffers(handle.geometry)[:1])["meta"])
+
+    def _read(self, handle: WgpuState, table: Sequence[Buffer]) -> dict[str, npt.NDArray[Any]]:
+        with self._guarded(handle.gpu):
+            staging = handle.gpu.buffer(sum(b.nbytes for b in table), STAGING)
+            encoder = handle.gpu.device.create_command_encoder()
+            at = 0
+            for b in table:
+                if b.nbytes:
+                    encoder.copy_buffer_to_buffer(handle.buffers[b.name], 0, staging, at, b.nbytes)
+                at += b.nbytes
+            handle.gpu.device.queue.submit([encoder.finish()])
+            arrays: dict[str, npt.NDArray[Any]] = {}
+            with handle.gpu.mapped(staging, at) as data:
+                at = 0
+                for b in table:
+                    array = np.empty(b.shape or (), b.dtype)
+                    array.reshape(-1)[:] = np.frombuffer(data, b.dtype, array.size, at)
+                    arrays[b.name] = array
+                    at += b.nbytes
+            return arrays
+
+    def copy(self, handle: WgpuState, geometry: Geometry) -> WgpuState:
+        with self._guarded(handle.gpu):
+            twin = WgpuState(
+                handle.gpu,
+                geometry,
+                {n: handle.gpu.buffer(b.size, STORAGE) for n, b in handle.buffers.items()},
+            )
+            _copy(handle.gpu, geometry, handle.buffers, twin.buffers)
+            return twin
+
+    def checkpoint(self, handle: WgpuState, plans: Sequence[Plan]) -> Checkpoint:
+        del plans  # whatever they are, the same buffers are written
+        with self._guarded(handle.gpu):
+            handle.checkpoint = self._work.checkpoint(handle.geometry)
+            return handle.checkpoint
+
+    def rollback(self, handle: WgpuState, checkpoint: Checkpoint) -> None:
+        handle.checkpoint = None
+        if handle.gpu.lost_by_now() or not checkpoint.copied:
+            return  # there is nothing left to put back, or nothing was submitted
+        with self._guarded(handle.gpu):
+            _copy(handle.gpu, handle.geometry, checkpoint.buffers, handle.buffers)
+
+    # close() has nothing to do: the device is shared, and buffers go when nothing holds them.
+
+    # Running --------------------------------------------------------------------------------------
+
+    def run(self, plan: Plan, handle: WgpuState, q: F32, k: F32, v: F32, out: F32) -> Meta:
+        g, gpu = plan.geometry, handle.gpu
+        meta: Meta = []
+        with self._guarded(gpu):
+            for piece in self._pieces(plan):
+                rows = slice(piece.first_row, piece.first_row + piece.rows)
+                inputs = {"q": q[rows], "k": k[rows], "v": v[rows]}
+                outputs = out[rows]
+                whole = {
+                    name: Bound(buffer, 0, buffer.size)
+                    for name, array in {**inputs, "out": outputs}.items()
+                    for buffer in (self._work.buffer(name, array.nbytes, STORAGE),)
+                }
+                head = 16 * g.groups
+                staging = self._work.buffer("staging", head + outputs.nbytes, STAGING)
+                encoder = gpu.device.create_command_encoder()
+                checkpoint = handle.checkpoint
+                if checkpoint is not None:
+                    _record_copy(encoder, handle.geometry, handle.buffers, checkpoint.buffers)
+                compute = encoder.begin_compute_pass()
+                self._record(
+                    compute,
+                    self._program(plan, piece),
+                    self._bind_groups(handle, piece, whole),
+                )
+                compute.end()
+                encoder.copy_buffer_to_buffer(handle.buffers["meta"], 0, staging, 0, head)
+                encoder.copy_buffer_to_buffer(whole["out"].buffer, 0, staging, head, outputs.nbytes)
+                # Finishing shows a lost device; submitting to one would end the process.
+                commands = encoder.finish()
+                for name, array in inputs.items():
+                    gpu.device.queue.write_buffer(whole[name].buffer, 0, array)
+                gpu.device.queue.submit([commands])
+                if checkpoint is not None:
+                    checkpoint.copied, handle.checkpoint = True, None
+                try:
+                    with gpu.mapped(staging, head + outputs.nbytes) as data:
+                        meta = _as_meta(np.frombuffer(data, np.uint32, head // 4).reshape(-1, 4))
+                        outputs[...] = np.frombuffer(data, np.float32, -1, head).reshape(
+                            outputs.shape
+                        )
+                except BaseException:
+                    self._work.forget("staging")
+                    raise
+        return meta
+
+    def encode(
+        self, plan: Plan, handle: WgpuState, encoder: Any, q: Any, k: Any, v: Any, out: Any
+    ) -> None:
+        gpu = handle.gpu
+        own_pass = isinstance(encoder, wgpu.GPUCommandEncoder)
+        if not own_pass and not isinstance(encoder, wgpu.GPUComputePassEncoder):
+            raise TypeError(
+                "encoder must be a wgpu.GPUCommandEncoder or a wgpu.GPUComputePassEncoder, "
+                f"got {type(encoder).__name__}"
+            )
+        given = {"q": q, "k": k, "v": v, "out": out}
+        with self._guarded(gpu):
+            if encoder._device is not gpu.device:
+                raise ValueError(
+                    "encoder must be of the engine's device: open the engine with that device"
+                )
+            sizes = {b.name: b.nbytes for b in plan.buffers if b.name in given}
+            bound = {n: self._bound(n, x, sizes[n], gpu) for n, x in given.items()}
+            for name in ("q", "k", "v"):
+                if bound[name].buffer is bound["out"].buffer:
+                    raise ValueError(f"out must be a buffer of its own, got that of {name}")
+            pieces = list(self._pieces(plan, aligned=True))
+            parts = [
+                {n: _part(b, sizes[n] // max(1, plan.rows), piece) for n, b in bound.items()}
+                for piece in pieces
+            ]
+            # Everything that can fail has to happen before the first command is recorded.
+            work = [
+                (self._program(plan, piece), self._bind_groups(handle, piece, part))
+                for piece, part in zip(pieces, parts, strict=True)
+            ]
+            compute = encoder.begin_compute_pass() if own_pass else encoder
+            for program, groups in work:
+                self._record(compute, program, groups)
+            if own_pass:
+                compute.end()
+
+    def _bound(self, name: str, given: Any, nbytes: int, gpu: Gpu) -> Bound:
+        """What the caller named as a buffer: the buffer itself, or it and an offset in bytes."""
+        buffer, offset = given if isinstance(given, tuple) and len(given) == 2 else (given, 0)
+        if not isinstance(buffer, wgpu.GPUBuffer):
+            raise TypeError(
+                f"{name} must be a wgpu.GPUBuffer, or a tuple of one and an offset in bytes, "
+                f"got {type(buffer).__name__}"
+            )
+        offset = integer(f"offset of {name}", offset, 0)
+        step = gpu.limits["min-storage-buffer-offset-alignment"]
+        if offset % step:
+            raise ValueError(f"offset of {name} must be a multiple of {step}, got {offset}")
+        if buffer._device is not gpu.device:
+            raise ValueError(f"{name} must be a buffer of the engine's device")
+        if not buffer.usage & wgpu.BufferUsage.STORAGE:
+            raise ValueError(f"{name} must have the usage STORAGE, got {buffer.usage:#x}")
+        if buffer.map_state != "unmapped":
+            raise ValueError(f"{name} must be unmapped, got {buffer.map_state}")
+        if offset + nbytes > buffer.size:
+            raise ValueError(
+                f"{name} must have {nbytes:,} bytes from offset {offset:,} on, "
+                f"got a buffer of {buffer.size:,}"
+            )
+        return Bound(buffer, offset, nbytes)
+
+    def _pieces(self, plan: Plan, *, aligned: bool = False) -> Iterator[Piece]:
+        """The plan in submissions: so many sub-chunks that every array fits in one binding.
+
+        aligned: each begins at an offset that a binding may have, within the caller's buffers.
+        """
+        g, chunks = plan.geometry, plan.sub_chunks
+        if not chunks:
+            return
+        each = chunks[0].rows
+        widths = [4 * x for x in (g.heads * g.head_dim, g.groups * g.head_dim)]
+        widths += [4 * x for x in (g.heads * g.value_dim, g.groups * g.value_dim)]
+        fit = min(SUB_CHUNKS, max(1, self._gpu.largest_binding // (each * max(widths))))
+        if aligned and fit < len(chunks):
+            step = UNIFORM_STRIDE
+            while fit > 1 and any(fit * each * width % step for width in widths):
+                fit -= 1
+            if any(fit * each * width % step for width in widths):
+                raise ValueError(
+                    f"rows must be at most {fit * each} a call for buffers of this width, "
+                    f"got {plan.rows}"
+                )
+        for at in range(0, len(chunks), fit):
+            part = chunks[at : at + fit]
+            yield Piece(part[0].first_row, sum(c.rows for c in part), part)
+
+    def _program(self, plan: Plan, piece: Piece) -> tuple[Step, ...]:
+        # Pieces that differ only in where they begin are the same work on other rows.
+        shape = tuple(c.rows for c in piece.sub_chunks)
+        key = plan.geometry, shape
+        found = self._work.programs.get(key)
+        if found is None:
+            launches = self._kernels.launches(plan, piece.sub_chunks, self._scratch_budget)
+            found = self._work.program(key, launches)
+        return found
+
+    def _record(
+        self,
+        compute: wgpu.GPUComputePassEncoder,
+        program: Sequence[Step],
+        groups: Mapping[str, wgpu.GPUBindGroup],
+    ) -> None:
+        for entry_point, workgroups, offset in program:
+            compute.set_pipeline(self._pipelines[entry_point].compute)
+            compute.set_bind_group(0, groups[entry_point], [offset])
+            compute.dispatch_workgroups(*workgroups)
+
+    def _bind_groups(
+        self, handle: WgpuState, piece: Piece, bound: Mapping[str, Bound]
+    ) -> dict[str, wgpu.GPUBindGroup]:
+        g = handle.geometry
+        nbytes = self._kernels.scratch_bytes(g, piece.rows, self._scratch_budget)
+        scratch = self._work.buffer("scratch", nbytes, STORAGE)
+        uniforms = self._work.uniforms
+        key = (*(b.key for b in bound.values()), id(scratch), id(uniforms))
+        found = handle.bind_groups.get(key)
+        if found is not None:
+            handle.bind_groups.move_to_end(key)
+            return found.groups
+        resources = {
+            b.binding: Bound(handle.buffers[b.name], 0, handle.buffers[b.name].size)
+            for b in state_buffers(g)
+        }
+        resources.update({b.binding: bound[b.name] for b in buffers(g, 1) if b.name in bound})
+        resources[SCRATCH] = Bound(scratch, 0, scratch.size)
+        resources[PARAMETERS] = Bound(uniforms, 0, UNIFORM_BYTES)
+        groups = {}
+        for name, pipeline in self._pipelines.items():
+            entries = []
+            for number in pipeline.bindings:
+                # Without a far field or sinks, kernels still bind a buffer that they never read.
+                to = resources.get(number) or self._work.absent(number)
+                entries.append(
+                    {
+                        "binding": number,
+                        "resource": {"buffer": to.buffer, "offset": to.offset, "size": to.nbytes},
+                    }
+                )
+            groups[name] = handle.gpu.device.create_bind_group(
+                layout=pipeline.layout, entries=entries
+            )
+        while len(handle.bind_groups) >= BOUND_SETS:
+            handle.bind_groups.popitem(last=False)
+        # The buffers are kept with their groups, so that no other can come to have their id.
+        handle.bind_groups[key] = BoundSet(groups, tuple(b.buffer for b in resources.values()))
+        return groups
+
+    @contextmanager
+    def _guarded(self, gpu: Gpu) -> Iterator[None]:
+        """One thread at a time, on a device that is there; what a loss breaks says so."""
+        with self._lock:
+            gpu.require_live()
+            try:
+                yield
+            except Exception as fault:
+                if gpu.lost_by_now():
+                    gpu.require_live(fault)
+                raise
+
+
+def _copy(gpu: Gpu, geometry: Geometry, source: Stored, target: Stored) -> None:
+    """Copy the buffers that the target has."""
+    encoder = gpu.device.create_command_encoder()
+    _record_copy(encoder, geometry, source, target)
+    gpu.device.queue.submit([encoder.finish()])
+
+
+def _record_copy(
+    encoder: wgpu.GPUCommandEncoder, geometry: Geometry, source: Stored, target: Stored
+) -> None:
+    for b in state_buffers(geometry):
+        if b.name in target and b.nbytes:
+            encoder.copy_buffer_to_buffer(source[b.name], 0, target[b.name], 0, b.nbytes)
+
+
+def _part(bound: Bound, row_bytes: int, piece: Piece) -> Bound:
+    """The rows of a piece, within the range that holds them all."""
+    return Bound(bound.buffer, bound.offset + piece.first_row * row_bytes, piece.rows * row_bytes)
+
+
+def _as_meta(rows: npt.NDArray[Any]) -> Meta:
+    return [GroupMeta(*group[:3]) for group in rows.tolist()]
