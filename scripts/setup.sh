@@ -1,8 +1,8 @@
 #!/bin/sh
 # Everything a fresh machine needs before `make demo` or `make test`: a virtual environment in .venv
-# with the pinned packages of requirements/ and this checkout, editable. make runs this before each
-# target; it does nothing when nothing has changed. What a backend may come to need from the system,
-# such as a driver, belongs here too.
+# with the pinned packages of requirements/ and this checkout, editable; and on Linux a Vulkan driver
+# for the wgpu backend, which Debian can install when run as root. make runs this before each target;
+# it does nothing when nothing has changed.
 #
 # PYTHON names the interpreter; without it the first suitable one of the usual names is taken.
 set -eu
@@ -30,10 +30,36 @@ which_python() {
     "$1" -c 'import sys; print(sys.base_prefix, sys.version)' 2>/dev/null
 }
 
+can_install() {
+    [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1
+}
+
+install() {
+    apt-get -qq update &&
+        DEBIAN_FRONTEND=noninteractive apt-get -qq install -y "$1" >/dev/null
+}
+
+# Without a GPU's own driver, Mesa's runs the kernels on the CPU. Other systems bring theirs along.
+need_vulkan() {
+    [ "$(uname -s)" = Linux ] || return 0
+    for folder in /usr/share/vulkan/icd.d /etc/vulkan/icd.d /usr/local/share/vulkan/icd.d; do
+        for driver in "$folder"/*.json; do
+            [ ! -e "$driver" ] || return 0
+        done
+    done
+    [ -z "${VK_DRIVER_FILES:-}${VK_ICD_FILENAMES:-}" ] || return 0
+    if can_install; then
+        echo "setup: installing Debian's mesa-vulkan-drivers for the wgpu backend"
+        install mesa-vulkan-drivers && return
+    fi
+    echo "setup: no Vulkan driver is installed, so the wgpu backend may find no adapter and its tests \
+be skipped. On Debian or Ubuntu: apt-get install mesa-vulkan-drivers" >&2
+}
+
 need_venv() {
-    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
+    if can_install; then
         echo "setup: installing Debian's python3-venv"
-        apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y python3-venv
+        install python3-venv
         has_venv "$1" && return
     fi
     die "$1 cannot make virtual environments: its venv or ensurepip module is missing. \
@@ -71,6 +97,8 @@ reusable() {
     new_enough .venv/bin/python || return 1
     [ -z "${PYTHON:-}" ] || [ "$(which_python "$PYTHON")" = "$(which_python .venv/bin/python)" ]
 }
+
+need_vulkan
 
 if reusable; then
     [ "$(tail -n 1 "$stamp")" != "$inputs" ] || exit 0

@@ -6,11 +6,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import REQUIRED, ROOT
 from support import install_plugin
 
-from o1core.testing import cases, check_backend
+import o1core
+from o1core.testing import cases, check_backend, random_rows
 
 
 def blocks(name: str) -> list[str]:
@@ -39,7 +41,39 @@ def test_contributing(site: Path) -> None:
     compile(check, "CONTRIBUTING.md", "exec")
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "docs/performance.md"])
+def test_wgpu_page() -> None:
+    """All but the last block, which names files of the reader's."""
+    reasons = [i.reasons for i in o1core.backends() if i.name == "wgpu" and not i.usable]
+    if reasons and "wgpu" not in REQUIRED:
+        pytest.skip(f"backend wgpu is not usable here: {reasons[0]}")
+    import wgpu
+
+    rows = 5
+    first, *found, last = blocks("docs/wgpu.md")
+    compile(last, "docs/wgpu.md", "exec")
+    namespace: dict[str, Any] = {"o1core": o1core}
+    exec(compile(first, "docs/wgpu.md", "exec"), namespace)
+    device = namespace["engine"]._executor._gpu.device
+    q, k, v = random_rows(1, 300 + rows, groups=2)
+    usage = wgpu.BufferUsage.STORAGE | wgpu.BufferUsage.COPY_SRC
+    for name, x in zip("qkv", (q, k, v), strict=True):
+        namespace[f"{name}_buffer"] = device.create_buffer_with_data(
+            data=np.ascontiguousarray(x[300:]), usage=usage
+        )
+    namespace["out_buffer"] = device.create_buffer(size=4 * v[300:].size, usage=usage)
+    namespace.update(device=device, rows=rows, q=q[:300], k=k[:300], v=v[:300])
+    for block in found:
+        exec(compile(block, "docs/wgpu.md", "exec"), namespace)
+    out = np.frombuffer(device.queue.read_buffer(namespace["out_buffer"]), np.float32)
+    with o1core.O1Batch("numpy") as numpy:
+        want = numpy.seal(q[:300], k[:300], v[:300]).extend(q[300:], k[300:], v[300:])
+    np.testing.assert_allclose(out.reshape(want.shape), want, atol=1e-5)
+    assert namespace["layer"].rows_seen == 300 + rows
+
+
+@pytest.mark.parametrize(
+    "name", ["README.md", "CONTRIBUTING.md", "docs/performance.md", "docs/wgpu.md"]
+)
 def test_links_lead_somewhere(name: str) -> None:
     page = ROOT / name
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):

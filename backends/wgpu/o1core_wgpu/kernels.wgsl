@@ -716,7 +716,8 @@ fn o1b_far_commit(
 fn columns_at(group: u32, ring: Ring, first: u32, span: Span) -> vec4<u32> {
     let s = sink_columns();
     if (first < s) {
-        return FROM_SINKS + (group * sinks() + min(first + QUAD, vec4<u32>(sinks() - 1u))) * call.head_dim;
+        let sink = min(first + QUAD, vec4<u32>(sinks() - 1u));
+        return FROM_SINKS + (group * sinks() + sink) * call.head_dim;
     }
     // Columns past the last stand for a landmark, or where there is none for some key.
     if (first < s + span.keys || call.landmarks == 0u) {
@@ -879,6 +880,7 @@ var<workgroup> landmark_weight: array<f32, 516>;
 var<workgroup> u_value: array<f32, 516>;
 var<workgroup> u_power: array<i32, 512>;
 var<workgroup> far_max: array<f32, 516>;
+var<workgroup> part_weights: array<vec4<f32>, 64>;
 
 // The largest of what the threads pass.
 fn largest(thread: u32, x: f32) -> f32 {
@@ -936,10 +938,10 @@ fn mixed(head: u32, b: u32) -> Scaled {
         most = max(most, abs(x));
     }
     let size = (sizes.x + sizes.y) + (sizes.z + sizes.w);
-    let largest = max(max(most.x, most.y), max(most.z, most.w));
+    let entry = max(max(most.x, most.y), max(most.z, most.w));
     var u = Scaled((sums.x + sums.y) + (sums.z + sums.w), 0);
     // Terms may be lost below float32, unless what is there dwarfs all that can be lost.
-    if (!(size > LEAST_SIZE && size > largest * LEAST_SIZE)) {
+    if (!(size > LEAST_SIZE && size > entry * LEAST_SIZE)) {
         u = mix_apart(column, m);
     }
     if (clamps_weights()) {
@@ -963,6 +965,12 @@ fn mix_apart(column: u32, m: u32) -> Scaled {
         u.value += f.value * x.value * power_of_two(f.power + x.power - u.power);
     }
     return u;
+}
+
+// Columns of sinks, and of keys in the row's window.
+fn is_live(columns: vec4<u32>, sinks: u32, near: u32, coming: u32) -> vec4<bool> {
+    return (columns < vec4<u32>(sinks))
+        | ((columns >= vec4<u32>(near)) & (columns < vec4<u32>(coming)));
 }
 
 // Logits of one row and head become the weights of its values: near keys, evicted keys, far
@@ -993,7 +1001,7 @@ fn o1b_attend_weights(
     var best = LOWEST;
     for (var c = thread; c < coming; c += 4u * WEIGHT_THREADS) {
         let columns = c + WEIGHT_THREADS * QUAD;
-        let live = columns < vec4<u32>(s) | (columns >= vec4<u32>(near) & columns < vec4<u32>(coming));
+        let live = is_live(columns, s, near, coming);
         let logits = scratch_terms(at + select(vec4<u32>(near), columns, live), 0u);
         best = max(best, max(max(logits.x, logits.y), max(logits.z, logits.w)));
     }
@@ -1059,12 +1067,14 @@ fn o1b_attend_weights(
             scratch[at + end + b] = old;
         }
         workgroupBarrier();
-        // Four keys a thread, and four landmarks at a time.
-        for (var j = span.start + thread * 4u; j < evicted; j += WEIGHT_THREADS * 4u) {
+        // Sixteen threads take four keys each, and four such parts of the workgroup share the
+        // landmarks, four at a time.
+        for (var base = span.start; base < evicted; base += BLOCK) {
+            let j = base + thread % 16u * 4u;
             let keys = clamp(j + QUAD, vec4<u32>(ring.pad), vec4<u32>(evicted - 1u));
             let logits = keys * plane() + group * landmark_rows() + landmark_row;
             var weights = vec4<f32>();
-            for (var b = 0u; b < m; b += 4u) {
+            for (var b = thread / 16u * 4u; b < m; b += 16u) {
                 let last = m - 1u;
                 let l0 = scratch_terms(logits, b);
                 let l1 = scratch_terms(logits, min(b + 1u, last));
@@ -1075,12 +1085,18 @@ fn o1b_attend_weights(
                 weights += u_value[b + 2u] * decays(l2 - far_max[b + 2u]);
                 weights += u_value[b + 3u] * decays(l3 - far_max[b + 3u]);
             }
-            weights = select(vec4<f32>(), weights, keys == j + QUAD);
-            mass += (weights.x + weights.y) + (weights.z + weights.w);
-            for (var x = 0u; x < 4u; x++) {
-                if (j + x < evicted) {
-                    scratch[at + first_key + j + x - span.start] = weights[x];
-                }
+            workgroupBarrier();
+            part_weights[thread] = select(vec4<f32>(), weights, keys == j + QUAD);
+            workgroupBarrier();
+            // One key a thread.
+            let key = base + thread;
+            if (key < evicted) {
+                let x = thread & 3u;
+                let quad = thread / 4u;
+                let weight = (part_weights[quad][x] + part_weights[quad + 16u][x])
+                    + (part_weights[quad + 32u][x] + part_weights[quad + 48u][x]);
+                mass += weight;
+                scratch[at + first_key + key - span.start] = weight;
             }
         }
         mass = total(thread, mass);
@@ -1098,7 +1114,7 @@ fn o1b_attend_weights(
     var sum = 0.0;
     for (var c = thread; c < coming; c += 4u * WEIGHT_THREADS) {
         let columns = c + WEIGHT_THREADS * QUAD;
-        let live = columns < vec4<u32>(s) | (columns >= vec4<u32>(near) & columns < vec4<u32>(coming));
+        let live = is_live(columns, s, near, coming);
         let logits = scratch_terms(at + select(vec4<u32>(near), columns, live), 0u);
         let weights = select(vec4<f32>(), decays(logits - shift), live);
         sum += (weights.x + weights.y) + (weights.z + weights.w);
@@ -1110,8 +1126,8 @@ fn o1b_attend_weights(
     let share = 1.0 / max(sum, FLOOR);
     for (var c = thread; c < end; c += 4u * WEIGHT_THREADS) {
         let columns = c + WEIGHT_THREADS * QUAD;
-        let live = columns < vec4<u32>(s) | (columns >= vec4<u32>(near) & columns < vec4<u32>(coming));
-        let far = columns >= vec4<u32>(first_key) & columns < vec4<u32>(near);
+        let live = is_live(columns, s, near, coming);
+        let far = (columns >= vec4<u32>(first_key)) & (columns < vec4<u32>(near));
         let held = scratch_terms(at + min(columns, vec4<u32>(end - 1u)), 0u);
         var weights = select(vec4<f32>(), decays(held - shift) * share, live);
         if (factor > 0.0) {

@@ -1,0 +1,136 @@
+"""Rows on a GPU: o1core's own WGSL beside the upstream engine's, on one adapter in one run.
+
+    python benchmarks/wgpu_rows.py [--wgsl FILE] [--rows 1,64,512,4096] [--groups 4] [--heads 6]
+        [--device NAME] [--repeats N] [--json FILE]
+
+Two ways to call a layer are timed. *Resident*: rows and output stay on the device; the time is that
+of `Layer.encode` into a new encoder, of submitting it, and of waiting by reading 64 bytes of the
+output. *Arrays*: `Layer.extend`, with upload and readback; the numpy backend does it too. Candidates take turns, a figure is the median with the smallest and the largest repetition, and
+all must agree on the same rows before anything is timed. The first line of a device says what
+waiting costs by itself. `--wgsl original` looks for the engine's sources on this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import wgpu
+
+import o1core
+from o1core.testing import Rows
+from o1core.text import table
+
+if TYPE_CHECKING:
+    from benchmarks.bench import CONFIG, PROMPT, Shape, agree, in_turns
+else:
+    from bench import CONFIG, PROMPT, Shape, agree, in_turns
+
+OWN, OTHER, NUMPY = "own WGSL", "given WGSL", "numpy backend"
+STORAGE = wgpu.BufferUsage.STORAGE | wgpu.BufferUsage.COPY_SRC | wgpu.BufferUsage.COPY_DST
+STAGING = wgpu.BufferUsage.MAP_READ | wgpu.BufferUsage.COPY_DST
+PROBE = 64
+"""Bytes that are read to wait for a submission."""
+
+
+class Resident:
+    """Rows of one length on the device, and a layer that is fed with them."""
+
+    def __init__(self, device: wgpu.GPUDevice, rows: Rows) -> None:
+        self.device = device
+        self.count = len(rows[0])
+        self.inputs = [
+            device.create_buffer_with_data(data=np.ascontiguousarray(x), usage=STORAGE)
+            for x in rows
+        ]
+        heads, value_dim = rows[0].shape[1], rows[2].shape[2]
+        self.out = device.create_buffer(size=4 * self.count * heads * value_dim, usage=STORAGE)
+        self.staging = device.create_buffer(size=PROBE, usage=STAGING)
+
+    def run(self, layer: o1core.Layer | None) -> None:
+        """One call of the layer; without a layer, only the submission and the wait."""
+        encoder = self.device.create_command_encoder()
+        if layer is not None:
+            q, k, v = self.inputs
+            layer.encode(encoder, q, k, v, self.out, self.count)
+        encoder.copy_buffer_to_buffer(self.out, 0, self.staging, 0, PROBE)
+        self.device.queue.submit([encoder.finish()])
+        self.staging.map_sync("READ")
+        self.staging.unmap()
+
+
+def measure(
+    shape: Shape, counts: Sequence[int], device: Any, wgsl: str | None, repeats: int
+) -> Any:
+    """Milliseconds of every repetition: `{rows: {(way, candidate): [...]}}`."""
+    engines = {OWN: o1core.O1Batch("wgpu", fallback=None, device=device)}
+    if wgsl is not None:
+        engines[OTHER] = o1core.O1Batch("wgpu", fallback=None, device=device, wgsl=wgsl)
+    engines[NUMPY] = o1core.O1Batch("numpy")
+    for name, engine in engines.items():
+        print(f"{name}: {engine.device}; {engine.reason}", file=sys.stderr)
+    prompt, found = shape.rows(1, PROMPT), {}
+    gpu = engines[OWN]._executor._gpu.device  # type: ignore[attr-defined]
+    for count in counts:
+        rows = shape.rows(2, count)
+        layers = {name: engine.seal(*prompt, CONFIG) for name, engine in engines.items()}
+        want = layers[NUMPY].fork().extend(*rows)
+        for name, layer in layers.items():
+            agree(f"{shape}, {count} rows: {name} and {NUMPY}", layer.fork().extend(*rows), want)
+        resident = Resident(gpu, rows)
+        work: dict[tuple[str, str], Callable[[], object]] = {}
+        work["resident", "nothing"] = partial(resident.run, None)
+        for name, layer in layers.items():
+            if name != NUMPY:
+                work["resident", name] = partial(resident.run, layer)
+            work["arrays", name] = partial(layer.extend, *rows)
+        seconds = in_turns(work, repeats, time.perf_counter)
+        found[count] = {key: [1e3 * x for x in each] for key, each in seconds.items()}
+    return found
+
+
+def report(shape: Shape, found: Mapping[int, Mapping[tuple[str, str], Sequence[float]]]) -> str:
+    """The table: milliseconds a call, and how many times as fast as the given WGSL."""
+    lines = []
+    for count, figures in found.items():
+        for (way, name), each in figures.items():
+            other = figures.get((way, OTHER))
+            ratio = f"{median(other) / median(each):.2f}" if other and name != "nothing" else ""
+            cell = f"{median(each):.3f} ({min(each):.3f} .. {max(each):.3f})"
+            lines.append((str(count), way, name, cell, ratio))
+    head = ("rows", "way", "candidate", "ms a call", "x given")
+    return "\n".join([f"{shape}, milliseconds", *table(head, lines, left=None)])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--wgsl", help="WGSL or Rust source of kernels to compare with")
+    parser.add_argument("--rows", default="1,64,512", help="rows a call (default: 1,64,512)")
+    parser.add_argument("--groups", type=int, default=4, help="KV groups (default: 4)")
+    parser.add_argument("--heads", type=int, default=6, help="heads a group (default: 6)")
+    parser.add_argument("--dim", type=int, default=256, help="head_dim (default: 256)")
+    parser.add_argument("--device", help="the adapter, by index or a part of its name")
+    parser.add_argument("--repeats", type=int, default=15, help="repetitions (default: 15)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
+    args = parser.parse_args(argv)
+    device = int(args.device) if args.device and args.device.isdecimal() else args.device
+    shape = Shape(args.groups, args.heads, args.dim)
+    counts = [int(x) for x in args.rows.split(",")]
+    found = measure(shape, counts, device, args.wgsl, args.repeats)
+    print(report(shape, found))
+    if args.json:
+        plain = {n: {"/".join(key): x for key, x in each.items()} for n, each in found.items()}
+        args.json.write_text(json.dumps({"shape": str(shape), "ms": plain}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
