@@ -5,9 +5,11 @@
 
 Two ways to call a layer are timed. *Resident*: rows and output stay on the device; the time is that
 of `Layer.encode` into a new encoder, of submitting it, and of waiting by reading 64 bytes of the
-output. *Arrays*: `Layer.extend`, with upload and readback; the numpy backend does it too. Candidates take turns, a figure is the median with the smallest and the largest repetition, and
-all must agree on the same rows before anything is timed. The first line of a device says what
-waiting costs by itself. `--wgsl original` looks for the engine's sources on this machine.
+output. *Arrays*: `Layer.extend`, with upload and readback; the numpy backend does it too.
+
+Candidates take turns, a figure is the median with the smallest and the largest repetition, and all
+must agree on the same rows before anything is timed. The first line of a count says what waiting
+costs by itself. `--wgsl original` looks for the engine's sources on this machine.
 """
 
 from __future__ import annotations

@@ -15,8 +15,9 @@ from conftest import ROOT
 
 from o1core import Geometry
 from o1core.layout import buffers, kernels
-from o1core_wgpu import source
-from o1core_wgpu.source import Binding, EntryPoint, Limits, check, limits, load, parse
+from o1core_wgpu import interface, source
+from o1core_wgpu.interface import Binding, EntryPoint, Limits, check, limits, parse
+from o1core_wgpu.source import load
 
 G = Geometry.of(1, 1, 8)
 NUMBERS = {b.name: b.binding for b in buffers(G, 1)}
@@ -93,11 +94,13 @@ def binding(declaration: str) -> Binding:
 
 
 def test_needs_no_device() -> None:
-    """The module can be read, and the text checked, where wgpu cannot be imported."""
-    tree = ast.parse(Path(source.__file__).read_text("utf-8"))
-    modules = {n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
-    modules |= {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
-    assert {m.split(".")[0] for m in modules} <= {"o1core", *sys.stdlib_module_names}
+    """The modules can be read, and a text checked, where wgpu cannot be imported."""
+    for module in (interface, source):
+        tree = ast.parse(Path(module.__file__).read_text("utf-8"))
+        modules = {n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
+        modules |= {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
+        known = {"o1core", *sys.stdlib_module_names}
+        assert {m.split(".")[0] for m in modules - {"o1core_wgpu.interface"}} <= known
 
 
 # The original and our own -------------------------------------------------------------------------
@@ -123,7 +126,7 @@ def test_original(original: Path) -> None:
     assert {n: e.workgroup_size for n, e in entry_points.items()} == {
         n: (widths.get(n, 256), 1, 1) for n in USES
     }
-    assert found.limits == source.ORIGINAL_LIMITS == Limits(64, 256, 32, 64, 255, 2052)
+    assert found.limits == interface.ORIGINAL_LIMITS == Limits(64, 256, 32, 64, 255, 2052)
 
 
 def test_original_has_the_table_of_the_plan(original: Path) -> None:
@@ -166,21 +169,29 @@ def test_original_with_crlf(original: Path, tmp_path: Path) -> None:
 
 
 def test_our_kernels_have_the_interface_too() -> None:
+    """The same names and numbers; what differs is that keys of the call itself may go far in it."""
     interface = parse((ROOT / "backends/wgpu/o1core_wgpu/kernels.wgsl").read_text("utf-8"))
     entry_points = interface.entry_points
     assert entry_points.keys() >= USES.keys()
+    stages = {
+        "far_e": ("o1b_far_e",),
+        "attend": ("o1b_attend_logits", "o1b_attend_weights", "o1b_attend"),
+        "far_commit": ("o1b_far_sums", "o1b_far_commit"),
+        "ring_commit": ("o1b_ring_commit",),
+        "meta": ("o1b_meta",),
+    }
+    assert entry_points.keys() == {name for parts in stages.values() for name in parts}
+    more = {"far_e": {"k"}, "far_commit": {"v"}}
+    less = {"attend": {"far_num"}}  # it reads running sums from scratch instead
     for name, kernel in KERNELS.items():
-        parts = [n for n in entry_points if n == f"o1b_{name}"]
-        if name == "attend":
-            parts = [n for n in entry_points if n.startswith("o1b_attend")]
-        used = {number for n in parts for number in entry_points[n].bindings}
-        expected = {NUMBERS[n] for n in (*kernel.reads, *kernel.writes)} | {15}
-        # far_commit may share the function with which attend loads values, from sinks and rows too.
-        shared = {NUMBERS["sink_v"], NUMBERS["v"]} if name == "far_commit" else set()
-        assert expected <= used <= expected | shared, name
+        used = {number for n in stages[name] for number in entry_points[n].bindings} - {15}
+        names = {*kernel.reads, *kernel.writes} | more.get(name, set())
+        assert used == {NUMBERS[n] for n in names - less.get(name, set())}, name
     for buffer in buffers(G, 1):
         written = interface.bindings[buffer.binding].access == "read_write"
         assert written == (buffer.name in WRITTEN), buffer.name
+    # Of storage buffers WebGPU guarantees 8.
+    assert max(len(set(e.bindings) - {15}) for e in entry_points.values()) == 7
 
 
 def test_our_kernels_are_not_for_load() -> None:
@@ -483,7 +494,7 @@ def test_limits_of_a_text() -> None:
 
 def test_limits_are_those_of_the_original_where_a_text_is_silent() -> None:
     text = re.sub(r"(var<workgroup>|const OB_K).*", "", TEXT)
-    known = source.ORIGINAL_LIMITS
+    known = interface.ORIGINAL_LIMITS
     assert limits(text) == Limits(64, 256, 32, 32, 255, 2052)
     assert limits(MAIN) == known
     one = limits(text + "var<workgroup> oba_u: array<f32, 30>;")

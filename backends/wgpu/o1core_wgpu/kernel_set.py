@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 from o1core.config import Geometry
 from o1core.plan import MAX_SUB_CHUNK, Dispatch, Plan, SubChunk
-from o1core_wgpu.source import Interface, Source, parse
+from o1core_wgpu.interface import Interface, parse
+from o1core_wgpu.source import Source
 
 __all__ = ["GivenKernels", "KernelSet", "Launch", "OwnKernels"]
 
