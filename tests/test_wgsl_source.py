@@ -96,7 +96,7 @@ def binding(declaration: str) -> Binding:
 def test_needs_no_device() -> None:
     """The modules can be read, and a text checked, where wgpu cannot be imported."""
     for module in (interface, source):
-        tree = ast.parse(Path(module.__file__).read_text("utf-8"))
+        tree = ast.parse(Path(str(module.__file__)).read_text("utf-8"))
         modules = {n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
         modules |= {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
         known = {"o1core", *sys.stdlib_module_names}

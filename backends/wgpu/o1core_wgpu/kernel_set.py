@@ -95,7 +95,7 @@ class OwnKernels(KernelSet):
     """
 
     ROWS, COLUMNS, BLOCK, BAND, PADS = 32, 64, 64, 100, 3
-    MAX_LANDMARKS = 512
+    MAX_LANDMARKS = 192
     MAX_SLAB = 4096
     label = "o1core's own WGSL"
 
@@ -158,7 +158,7 @@ class OwnKernels(KernelSet):
         grids = [
             *far,
             ("o1b_attend_logits", (columns, down, g.groups)),
-            ("o1b_attend_weights", (rows, g.heads_per_group, g.groups)),
+            ("o1b_attend_weights", (_tiles(rows, 4), g.heads_per_group, g.groups)),
             ("o1b_attend", (wide, down, g.groups)),
             ("o1b_ring_commit", (rows, g.groups, 1)),
             ("o1b_meta", (1, 1, 1)),

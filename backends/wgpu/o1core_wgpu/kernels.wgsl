@@ -238,13 +238,19 @@ const FROM_LANDMARKS = 0xc0000000u;
 const PLACE = 0x3fffffffu;
 const QUAD = vec4<u32>(0u, 1u, 2u, 3u);
 
+// The slots of keys by their age; a remainder would cost more than the rest.
+fn slots(ring: Ring, age: vec4<u32>) -> vec4<u32> {
+    let slot = ring.head + age;
+    return select(slot, slot - ring.window, slot >= vec4<u32>(ring.window));
+}
+
 // The places of four neighbouring keys or values, the first a multiple of four; where there is none,
 // that of another.
 fn places(group: u32, ring: Ring, first: u32, width: u32) -> vec4<u32> {
     let key = first + QUAD;
     if (first < row_key(ring)) {
         let age = max(key, vec4<u32>(ring.pad)) - ring.pad;
-        return FROM_RING + (group * call.ring + (ring.head + age) % ring.window) * width;
+        return FROM_RING + (group * call.ring + slots(ring, age)) * width;
     }
     let row = min(key - row_key(ring), vec4<u32>(call.rows - 1u));
     return FROM_ROWS + ((call.first_row + row) * call.groups + group) * width;
@@ -252,7 +258,13 @@ fn places(group: u32, ring: Ring, first: u32, width: u32) -> vec4<u32> {
 
 // The place of one.
 fn place(group: u32, ring: Ring, key: u32, width: u32) -> u32 {
-    return places(group, ring, key & ~3u, width)[key & 3u];
+    if (key < row_key(ring)) {
+        let slot = ring.head + max(key, ring.pad) - ring.pad;
+        let wrapped = select(slot, slot - ring.window, slot >= ring.window);
+        return FROM_RING + (group * call.ring + wrapped) * width;
+    }
+    let row = min(key - row_key(ring), call.rows - 1u);
+    return FROM_ROWS + ((call.first_row + row) * call.groups + group) * width;
 }
 
 // Tiles ------------------------------------------------------------------------------------------
@@ -873,23 +885,23 @@ fn scaled_exp(x: f32) -> Scaled {
 const WEIGHT_THREADS = 64u;
 // 2^-60
 const LEAST_SIZE = 8.67361738e-19;
-var<workgroup> partial: array<f32, 64>;
-// Of landmark a: its logit below the largest of the row, and exp of that.
-var<workgroup> landmark_below: array<f32, 516>;
-var<workgroup> landmark_weight: array<f32, 516>;
-var<workgroup> u_value: array<f32, 516>;
-var<workgroup> u_power: array<i32, 512>;
-var<workgroup> far_max: array<f32, 516>;
-var<workgroup> part_weights: array<vec4<f32>, 64>;
 
-// The largest of what the threads pass.
-fn largest(thread: u32, x: f32) -> f32 {
+// By landmark, of four rows each: the weight of its key, u and its power, the maximum at the row.
+// Loops go on in fours, so there is room for three landmarks that do not count.
+var<workgroup> landmark_weight: array<vec4<f32>, 196>;
+var<workgroup> u_value: array<vec4<f32>, 196>;
+var<workgroup> u_power: array<vec4<i32>, 196>;
+var<workgroup> far_max: array<vec4<f32>, 196>;
+var<workgroup> partial: array<vec4<f32>, 64>;
+
+// The largest of what the threads pass, for each of four rows.
+fn largest(thread: u32, x: vec4<f32>) -> vec4<f32> {
     workgroupBarrier();
     partial[thread] = x;
     workgroupBarrier();
     var best = x;
     if (thread < 8u) {
-        for (var i = thread; i < WEIGHT_THREADS; i += 8u) {
+        for (var i = thread + 8u; i < WEIGHT_THREADS; i += 8u) {
             best = max(best, partial[i]);
         }
         partial[thread] = best;
@@ -902,7 +914,7 @@ fn largest(thread: u32, x: f32) -> f32 {
     return best;
 }
 
-fn total(thread: u32, x: f32) -> f32 {
+fn total(thread: u32, x: vec4<f32>) -> vec4<f32> {
     workgroupBarrier();
     partial[thread] = x;
     workgroupBarrier();
@@ -921,60 +933,69 @@ fn total(thread: u32, x: f32) -> f32 {
     return sum;
 }
 
-// u of landmark b, from the weights of the landmark keys.
-fn mixed(head: u32, b: u32) -> Scaled {
-    let m = call.landmarks;
-    let column = head * m * m + b;
-    var sums = vec4<f32>();
-    var sizes = vec4<f32>();
-    var most = vec4<f32>();
-    for (var a = 0u; a < m; a += 4u) {
-        let at = column + min(a + QUAD, vec4<u32>(m - 1u)) * m;
-        let x = vec4<f32>(mixing[at.x], mixing[at.y], mixing[at.z], mixing[at.w]);
-        let terms = x * vec4<f32>(landmark_weight[a], landmark_weight[a + 1u],
-                                  landmark_weight[a + 2u], landmark_weight[a + 3u]);
-        sums += terms;
-        sizes += abs(terms);
-        most = max(most, abs(x));
-    }
-    let size = (sizes.x + sizes.y) + (sizes.z + sizes.w);
-    let entry = max(max(most.x, most.y), max(most.z, most.w));
-    var u = Scaled((sums.x + sums.y) + (sums.z + sums.w), 0);
-    // Terms may be lost below float32, unless what is there dwarfs all that can be lost.
-    if (!(size > LEAST_SIZE && size > entry * LEAST_SIZE)) {
-        u = mix_apart(column, m);
-    }
-    if (clamps_weights()) {
-        u.value = max(u.value, 0.0);
-    }
-    return u;
-}
-
-// u of landmark b with all its terms, however far apart: each keeps a power of two of its own.
-fn mix_apart(column: u32, m: u32) -> Scaled {
+// u of landmark b with all its terms, however far apart: each keeps a power of two of its own. The
+// logits of the landmark keys begin at `logits`, in scratch; `column` is where those of mix begin.
+fn mix_apart(column: u32, logits: u32, top_logit: f32) -> Scaled {
     var u = Scaled(0.0, -0x40000000);
-    for (var a = 0u; a < m; a++) {
-        let x = split(bitcast<u32>(mixing[column + a * m]));
+    for (var a = 0u; a < call.landmarks; a++) {
+        let x = split(bitcast<u32>(mixing[column + a * call.landmarks]));
         if (x.value != 0.0) {
-            u.power = max(u.power, scaled_exp(landmark_below[a]).power + x.power);
+            u.power = max(u.power, scaled_exp(scratch[logits + a] - top_logit).power + x.power);
         }
     }
-    for (var a = 0u; a < m; a++) {
-        let x = split(bitcast<u32>(mixing[column + a * m]));
-        let f = scaled_exp(landmark_below[a]);
+    for (var a = 0u; a < call.landmarks; a++) {
+        let x = split(bitcast<u32>(mixing[column + a * call.landmarks]));
+        let f = scaled_exp(scratch[logits + a] - top_logit);
         u.value += f.value * x.value * power_of_two(f.power + x.power - u.power);
     }
     return u;
 }
 
-// Columns of sinks, and of keys in the row's window.
-fn is_live(columns: vec4<u32>, sinks: u32, near: u32, coming: u32) -> vec4<bool> {
-    return (columns < vec4<u32>(sinks))
-        | ((columns >= vec4<u32>(near)) & (columns < vec4<u32>(coming)));
+// u of landmark b into u_value and u_power.
+fn mix_landmark(head: u32, b: u32, logits: vec4<u32>, top_logit: vec4<f32>) {
+    let m = call.landmarks;
+    let column = head * m * m + b;
+    var u = vec4<f32>();
+    var sizes = vec4<f32>();
+    var entry = 0.0;
+    for (var a = 0u; a < m; a += 4u) {
+        let at = column + min(a + QUAD, vec4<u32>(m - 1u)) * m;
+        let x = vec4<f32>(mixing[at.x], mixing[at.y], mixing[at.z], mixing[at.w]);
+        let t0 = landmark_weight[a] * x.x;
+        let t1 = landmark_weight[a + 1u] * x.y;
+        let t2 = landmark_weight[a + 2u] * x.z;
+        let t3 = landmark_weight[a + 3u] * x.w;
+        u += (t0 + t1) + (t2 + t3);
+        sizes += (abs(t0) + abs(t1)) + (abs(t2) + abs(t3));
+        entry = max(entry, max(max(abs(x.x), abs(x.y)), max(abs(x.z), abs(x.w))));
+    }
+    var powers = vec4<i32>();
+    // Terms may be lost below float32, unless what is there dwarfs all that can be lost.
+    let safe = (sizes > vec4<f32>(LEAST_SIZE)) & (sizes > vec4<f32>(entry * LEAST_SIZE));
+    if (!all(safe)) {
+        for (var r = 0u; r < 4u; r++) {
+            let apart = mix_apart(column, logits[r], top_logit[r]);
+            u[r] = apart.value;
+            powers[r] = apart.power;
+        }
+    }
+    if (clamps_weights()) {
+        u = max(u, vec4<f32>());
+    }
+    u_value[b] = u;
+    u_power[b] = powers;
 }
 
-// Logits of one row and head become the weights of its values: near keys, evicted keys, far
-// numerators. Section 4 with its four rules. Workgroups: (rows, H, G).
+fn put_scratch(at: vec4<u32>, column: u32, x: vec4<f32>, there: vec4<bool>) {
+    for (var r = 0u; r < 4u; r++) {
+        if (there[r]) {
+            scratch[at[r] + column] = x[r];
+        }
+    }
+}
+
+// Logits of four rows of a head become the weights of their values: near keys, evicted keys, far
+// numerators. Section 4 with its four rules. Workgroups: (quads of rows, H, G).
 @compute @workgroup_size(64)
 fn o1b_attend_weights(
     @builtin(workgroup_id) workgroup: vec3<u32>,
@@ -983,167 +1004,161 @@ fn o1b_attend_weights(
     let group = workgroup.z;
     let head = workgroup.y;
     let ring = ring_of(group, thread);
-    let i = workgroup.x;
     let m = call.landmarks;
-    let row = head * head_rows() + i;
-    let at = weight_at(group, row);
-    let span = span_of(row / ROWS, ring);
+    // Rows past the last repeat it, and write nothing.
+    let first = workgroup.x * 4u;
+    let row = min(first + QUAD, vec4<u32>(call.rows - 1u));
+    let counts = first + QUAD == row;
+    let first_row = head * head_rows() + row;
+    let at = vec4<u32>(weight_at(group, first_row.x), weight_at(group, first_row.y),
+                       weight_at(group, first_row.z), weight_at(group, first_row.w));
+    let span = span_of(first_row.x / ROWS, ring);
     // Columns: sinks up to s; keys of the block, evicted up to near, live up to coming, of rows to
     // come up to end; landmarks.
     let s = sinks();
     let first_key = sink_columns();
-    let evicted = gone(ring, i);
+    let evicted =
+        vec4<u32>(gone(ring, row.x), gone(ring, row.y), gone(ring, row.z), gone(ring, row.w));
     let near = first_key + evicted - span.start;
-    let coming = first_key + row_key(ring) + i + 1u - span.start;
+    let coming = first_key + row_key(ring) + row + 1u - span.start;
     let end = first_key + span.keys;
     let older = ring.far > 0u || span.block > 0u;
 
-    var best = LOWEST;
-    for (var c = thread; c < coming; c += 4u * WEIGHT_THREADS) {
-        let columns = c + WEIGHT_THREADS * QUAD;
-        let live = is_live(columns, s, near, coming);
-        let logits = scratch_terms(at + select(vec4<u32>(near), columns, live), 0u);
-        best = max(best, max(max(logits.x, logits.y), max(logits.z, logits.w)));
+    var shift = vec4<f32>(LOWEST);
+    for (var c = thread; c < coming.w; c += WEIGHT_THREADS) {
+        let live = is_live(c, s, near, coming);
+        shift = max(shift, select(vec4<f32>(LOWEST), scratch_terms(at, c), live));
     }
-    var shift = largest(thread, best);
+    shift = largest(thread, shift);
 
-    var factor = 0.0;
-    var mass = 0.0;
-    if (evicted > ring.pad && m > 0u) {
+    var factor = vec4<f32>();
+    var mass = vec4<f32>();
+    if (evicted.w > ring.pad && m > 0u) {
         let landmark_row = head * m;
-        var top_logit = LOWEST;
+        var top_logit = vec4<f32>(LOWEST);
         for (var a = thread; a < m; a += WEIGHT_THREADS) {
-            top_logit = max(top_logit, scratch[at + end + a]);
+            top_logit = max(top_logit, scratch_terms(at, end + a));
         }
         top_logit = largest(thread, top_logit);
-        for (var a = thread; a < m + 4u; a += WEIGHT_THREADS) {
-            let below = scratch[at + end + min(a, m - 1u)] - top_logit;
-            landmark_below[a] = below;
-            landmark_weight[a] = select(0.0, decay(below), a < m);
+        for (var a = thread; a < m + 3u; a += WEIGHT_THREADS) {
+            let weight = decays(scratch_terms(at, end + min(a, m - 1u)) - top_logit);
+            landmark_weight[a] = select(vec4<f32>(), weight, a < m);
         }
         workgroupBarrier();
-        // u_b, and the scale of landmark b, log|u_b| + far_max_b, where far_max_b is that at this row:
-        // of the blocks before, of the rest of this one, of the one that has begun since.
-        let recent = max(evicted - 1u, span.start);
-        var top = LOWEST;
+        // The scale of landmark b is log|u_b| + far_max_b, where far_max_b is that at the row: of the
+        // blocks before, of the rest of this one, of the one that has begun since.
+        var top = vec4<f32>(LOWEST);
         for (var b = thread; b < m; b += WEIGHT_THREADS) {
-            let u = mixed(group * call.heads_per_group + head, b);
-            var running = LOWEST;
+            mix_landmark(group * call.heads_per_group + head, b, at + end, top_logit);
+            var running = vec4<f32>(LOWEST);
             if (older) {
-                running = scratch[block_at(RUNNING_MAX, span.block, group, landmark_row + b)];
+                running =
+                    vec4<f32>(scratch[block_at(RUNNING_MAX, span.block, group, landmark_row + b)]);
             }
-            if (evicted > span.start) {
-                running = max(running, scratch[far_peak_at(group, recent, landmark_row + b)]);
+            let recent = max(evicted, vec4<u32>(max(span.start, ring.pad) + 1u)) - 1u;
+            let peaks = far_peak_at(group, 0u, landmark_row + b) + recent * plane();
+            let seen = evicted > vec4<u32>(max(span.start, ring.pad));
+            running = select(running, max(running, scratch_terms(peaks, 0u)), seen);
+            let last = span.start + BLOCK - 1u;
+            if (evicted.w > last + 1u) {
+                let peak = vec4<f32>(scratch[far_peak_at(group, last, landmark_row + b)]);
+                running = select(running, max(running, peak), evicted > vec4<u32>(last + 1u));
             }
-            if (evicted > span.start + BLOCK) {
-                let last = span.start + BLOCK - 1u;
-                running = max(running, scratch[far_peak_at(group, last, landmark_row + b)]);
-            }
-            u_value[b] = u.value;
-            u_power[b] = u.power;
             far_max[b] = running;
-            if (u.value != 0.0) {
-                top = max(top, running + f32(u.power) * LN2 + log(abs(u.value)));
-            }
+            let u = u_value[b];
+            let size = log(max(abs(u), vec4<f32>(1e-37)));
+            let scale = running + vec4<f32>(u_power[b]) * LN2 + size;
+            top = select(top, max(top, scale), u != vec4<f32>());
         }
         top = largest(thread, top);
         // Everything far is now relative to exp(top + top_logit): the weight of each landmark at its
         // maximum, then the weights of the keys it has seen, in the blocks before and since.
-        for (var b = thread; b < m + 4u; b += WEIGHT_THREADS) {
+        for (var b = thread; b < m + 3u; b += WEIGHT_THREADS) {
             if (b >= m) {
-                u_value[b] = 0.0;
-                far_max[b] = 0.0;
+                u_value[b] = vec4<f32>();
+                far_max[b] = vec4<f32>();
                 continue;
             }
-            let e = scaled_exp(far_max[b] - top);
-            let gain = u_value[b] * e.value * power_of_two(u_power[b] + e.power);
+            var gain = vec4<f32>();
+            for (var r = 0u; r < 4u; r++) {
+                let e = scaled_exp(far_max[b][r] - top[r]);
+                gain[r] = u_value[b][r] * e.value * power_of_two(u_power[b][r] + e.power);
+            }
             u_value[b] = gain;
-            var old = 0.0;
+            var old = vec4<f32>();
             if (older) {
                 let before = scratch[block_at(RUNNING_MAX, span.block, group, landmark_row + b)];
-                old = gain * decay(before - far_max[b]);
+                old = gain * decays(before - far_max[b]);
                 mass += old * scratch[block_at(RUNNING_MASS, span.block, group, landmark_row + b)];
             }
-            scratch[at + end + b] = old;
+            put_scratch(at, end + b, old, counts);
         }
         workgroupBarrier();
-        // Sixteen threads take four keys each, and four such parts of the workgroup share the
-        // landmarks, four at a time.
-        for (var base = span.start; base < evicted; base += BLOCK) {
-            let j = base + thread % 16u * 4u;
-            let keys = clamp(j + QUAD, vec4<u32>(ring.pad), vec4<u32>(evicted - 1u));
-            let logits = keys * plane() + group * landmark_rows() + landmark_row;
-            var weights = vec4<f32>();
-            for (var b = thread / 16u * 4u; b < m; b += 16u) {
-                let last = m - 1u;
-                let l0 = scratch_terms(logits, b);
-                let l1 = scratch_terms(logits, min(b + 1u, last));
-                let l2 = scratch_terms(logits, min(b + 2u, last));
-                let l3 = scratch_terms(logits, min(b + 3u, last));
-                weights += u_value[b] * decays(l0 - far_max[b]);
-                weights += u_value[b + 1u] * decays(l1 - far_max[b + 1u]);
-                weights += u_value[b + 2u] * decays(l2 - far_max[b + 2u]);
-                weights += u_value[b + 3u] * decays(l3 - far_max[b + 3u]);
+        // Two neighbouring keys a thread: a tile sees at most 95 evicted ones.
+        let key = span.start + thread * 2u;
+        if (key < evicted.w) {
+            let last = evicted.w - 1u;
+            let k0 = far_logit_at(group, clamp(key, ring.pad, last), landmark_row);
+            let k1 = far_logit_at(group, clamp(key + 1u, ring.pad, last), landmark_row);
+            var w0 = vec4<f32>();
+            var w1 = vec4<f32>();
+            for (var b = 0u; b < m; b += 2u) {
+                let next = min(b + 1u, m - 1u);
+                let l = vec4<f32>(scratch[k0 + b], scratch[k1 + b],
+                                  scratch[k0 + next], scratch[k1 + next]);
+                w0 += u_value[b] * decays(l.x - far_max[b]);
+                w1 += u_value[b] * decays(l.y - far_max[b]);
+                w0 += u_value[b + 1u] * decays(l.z - far_max[b + 1u]);
+                w1 += u_value[b + 1u] * decays(l.w - far_max[b + 1u]);
             }
-            workgroupBarrier();
-            part_weights[thread] = select(vec4<f32>(), weights, keys == j + QUAD);
-            workgroupBarrier();
-            // One key a thread.
-            let key = base + thread;
-            if (key < evicted) {
-                let x = thread & 3u;
-                let quad = thread / 4u;
-                let weight = (part_weights[quad][x] + part_weights[quad + 16u][x])
-                    + (part_weights[quad + 32u][x] + part_weights[quad + 48u][x]);
-                mass += weight;
-                scratch[at + first_key + key - span.start] = weight;
-            }
+            // The numbers below pad have no key, but columns of their own.
+            let seen0 = vec4<u32>(key) < evicted;
+            let seen1 = vec4<u32>(key + 1u) < evicted;
+            w0 = select(vec4<f32>(), w0, seen0 & vec4<bool>(key >= ring.pad));
+            w1 = select(vec4<f32>(), w1, seen1 & vec4<bool>(key + 1u >= ring.pad));
+            mass += w0 + w1;
+            let column = first_key + key - span.start;
+            put_scratch(at, column, w0, counts & seen0);
+            put_scratch(at, column + 1u, w1, counts & seen1);
         }
         mass = total(thread, mass);
         // A far field of negative mass, or of none, is dropped, and leaves the shift alone.
-        if (mass > 0.0) {
-            let far_shift = top + top_logit;
-            shift = max(shift, far_shift);
-            factor = decay(far_shift - shift);
-        }
+        let kept = mass > vec4<f32>();
+        let far_shift = top + top_logit;
+        shift = select(shift, max(shift, far_shift), kept);
+        factor = select(vec4<f32>(), decays(far_shift - shift), kept);
     }
     // The weights of evicted keys were written by other threads than use them below.
     storageBarrier();
     workgroupBarrier();
 
-    var sum = 0.0;
-    for (var c = thread; c < coming; c += 4u * WEIGHT_THREADS) {
-        let columns = c + WEIGHT_THREADS * QUAD;
-        let live = is_live(columns, s, near, coming);
-        let logits = scratch_terms(at + select(vec4<u32>(near), columns, live), 0u);
-        let weights = select(vec4<f32>(), decays(logits - shift), live);
-        sum += (weights.x + weights.y) + (weights.z + weights.w);
+    var sum = vec4<f32>();
+    for (var c = thread; c < coming.w; c += WEIGHT_THREADS) {
+        let weights = decays(scratch_terms(at, c) - shift);
+        sum += select(vec4<f32>(), weights, is_live(c, s, near, coming));
     }
     sum = total(thread, sum);
-    if (factor > 0.0) {
-        sum += mass * factor;
-    }
-    let share = 1.0 / max(sum, FLOOR);
-    for (var c = thread; c < end; c += 4u * WEIGHT_THREADS) {
-        let columns = c + WEIGHT_THREADS * QUAD;
-        let live = is_live(columns, s, near, coming);
-        let far = (columns >= vec4<u32>(first_key)) & (columns < vec4<u32>(near));
-        let held = scratch_terms(at + min(columns, vec4<u32>(end - 1u)), 0u);
-        var weights = select(vec4<f32>(), decays(held - shift) * share, live);
-        if (factor > 0.0) {
-            weights = select(weights, held * (factor * share), far);
-        }
-        for (var x = 0u; x < 4u; x++) {
-            if (columns[x] < end) {
-                scratch[at + columns[x]] = weights[x];
-            }
-        }
+    let far = factor > vec4<f32>();
+    sum = select(sum, sum + mass * factor, far);
+    let share = 1.0 / max(sum, vec4<f32>(FLOOR));
+    for (var c = thread; c < end; c += WEIGHT_THREADS) {
+        let held = scratch_terms(at, c);
+        let gone_far = far & (vec4<u32>(c) < near) & vec4<bool>(c >= first_key);
+        var weights = select(vec4<f32>(), held * (factor * share), gone_far);
+        weights = select(weights, decays(held - shift) * share, is_live(c, s, near, coming));
+        put_scratch(at, c, weights, counts);
     }
     for (var b = thread; b < m; b += WEIGHT_THREADS) {
         // Without a far field nobody computed these, so they may hold anything.
-        scratch[at + end + b] =
-            select(0.0, scratch[at + end + b] * (factor * share), factor > 0.0);
+        let held = scratch_terms(at, end + b);
+        put_scratch(at, end + b, select(vec4<f32>(), held * (factor * share), far), counts);
     }
+}
+
+// Whether a column is a sink, or a key in the window, for each of four rows.
+fn is_live(column: u32, sinks: u32, near: vec4<u32>, coming: vec4<u32>) -> vec4<bool> {
+    let c = vec4<u32>(column);
+    return (c < vec4<u32>(sinks)) | ((c >= near) & (c < coming));
 }
 
 // attend -----------------------------------------------------------------------------------------
