@@ -25,11 +25,12 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import wgpu
 
 import o1core
 from o1core.testing import Rows
 from o1core.text import table
+from o1core_wgpu.device import Gpu, open_gpu
+from o1core_wgpu.workspace import STAGING, STORAGE
 
 if TYPE_CHECKING:
     from benchmarks.bench import CONFIG, PROMPT, Shape, agree, in_turns
@@ -37,8 +38,6 @@ else:
     from bench import CONFIG, PROMPT, Shape, agree, in_turns
 
 OWN, OTHER, NUMPY = "own WGSL", "given WGSL", "numpy backend"
-STORAGE = wgpu.BufferUsage.STORAGE | wgpu.BufferUsage.COPY_SRC | wgpu.BufferUsage.COPY_DST
-STAGING = wgpu.BufferUsage.MAP_READ | wgpu.BufferUsage.COPY_DST
 PROBE = 64
 """Bytes that are read to wait for a submission."""
 
@@ -46,8 +45,8 @@ PROBE = 64
 class Resident:
     """Rows of one length on the device, and a layer that is fed with them."""
 
-    def __init__(self, device: wgpu.GPUDevice, rows: Rows) -> None:
-        self.device = device
+    def __init__(self, gpu: Gpu, rows: Rows) -> None:
+        self.gpu, device = gpu, gpu.device
         self.count = len(rows[0])
         self.inputs = [
             device.create_buffer_with_data(data=np.ascontiguousarray(x), usage=STORAGE)
@@ -55,18 +54,18 @@ class Resident:
         ]
         heads, value_dim = rows[0].shape[1], rows[2].shape[2]
         self.out = device.create_buffer(size=4 * self.count * heads * value_dim, usage=STORAGE)
-        self.staging = device.create_buffer(size=PROBE, usage=STAGING)
+        self.staging = gpu.buffer(PROBE, STAGING)
 
     def run(self, layer: o1core.Layer | None) -> None:
         """One call of the layer; without a layer, only the submission and the wait."""
-        encoder = self.device.create_command_encoder()
+        encoder = self.gpu.device.create_command_encoder()
         if layer is not None:
             q, k, v = self.inputs
             layer.encode(encoder, q, k, v, self.out, self.count)
         encoder.copy_buffer_to_buffer(self.out, 0, self.staging, 0, PROBE)
-        self.device.queue.submit([encoder.finish()])
-        self.staging.map_sync("READ")
-        self.staging.unmap()
+        self.gpu.submit(encoder)
+        with self.gpu.mapped(self.staging, PROBE):
+            pass
 
 
 def measure(
@@ -80,7 +79,7 @@ def measure(
     for name, engine in engines.items():
         print(f"{name}: {engine.device}; {engine.reason}", file=sys.stderr)
     prompt, found = shape.rows(1, PROMPT), {}
-    gpu = engines[OWN]._executor._gpu.device  # type: ignore[attr-defined]
+    gpu = open_gpu(device)  # the one that the engines share
     for count in counts:
         rows = shape.rows(2, count)
         layers = {name: engine.seal(*prompt, CONFIG) for name, engine in engines.items()}

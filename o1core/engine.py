@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import warnings
+import weakref
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
@@ -65,7 +67,8 @@ class O1Batch:
         self._fallback = fallback
         self._spare: Executor | None = None
         self._lock = threading.RLock()
-        self._closed = False
+        self._closed = self._torn = False
+        _engines.add(self)
         self._owned = not isinstance(backend, Executor)
         self._executor, self.reason = self._open(backend, device, options)
 
@@ -166,6 +169,11 @@ class O1Batch:
     def _require_open(self) -> None:
         if self._closed:
             raise RuntimeError("this engine is closed: open another O1Batch")
+        if self._torn:
+            raise RuntimeError(
+                "this process was forked while another thread was in a call of this engine, which "
+                "is half done here: open another O1Batch and load states that were taken before"
+            )
 
     def close(self) -> None:
         """Release the device; the layers of this engine cannot be used any more."""
@@ -191,6 +199,22 @@ class O1Batch:
 
     def __repr__(self) -> str:
         return f"O1Batch(backend={self.backend!r}, device={self.device!r})"
+
+
+_engines: weakref.WeakSet[O1Batch] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """In a forked process: free the locks of threads that are not here."""
+    for engine in list(_engines):
+        if engine._lock.acquire(blocking=False):
+            engine._lock.release()
+        else:
+            engine._lock, engine._torn = threading.RLock(), True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 @dataclass(frozen=True, eq=False)

@@ -55,6 +55,15 @@ class Executor(ABC):
         no such device, TypeError or ValueError for arguments that are wrong.
         """
 
+    @classmethod
+    def why_not_auto(cls, device: Any = None) -> str:
+        """Why "auto" should pass over this backend even before opening it; "" if it should not.
+
+        For backends that are slow to open. Raises as `open` does.
+        """
+        del device
+        return ""
+
     @abstractmethod
     def unsupported(self, plan: Plan) -> list[str]:
         """All reasons why this plan cannot run here; empty means it can."""

@@ -91,6 +91,9 @@ def open_auto(device: Any = None) -> tuple[Executor, str, list[str]]:
         if kind.auto_rank < 0:
             continue
         try:
+            if reason := kind.why_not_auto(device):
+                passed.append(reason)
+                continue
             executor = _open(kind, device, {})
         except BrokenBackend as fault:
             faults.append(str(fault))
@@ -171,6 +174,8 @@ def _open(kind: type[Executor], device: Any, options: Mapping[str, Any]) -> Exec
     except (BackendUnavailable, TypeError, ValueError):
         raise  # its own verdict, or the caller's wrong `device`
     except Exception as fault:
+        if options and isinstance(fault, OSError):
+            raise  # about a file that an option names
         raise _fault(kind.name, fault) from fault
 
 

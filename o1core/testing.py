@@ -12,6 +12,7 @@ of its own row (docs/operator.md section 9); nothing in it is fitted to what was
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -425,6 +426,33 @@ def _opposed_rows(size: float) -> Rows:
     return q, k, v
 
 
+def _upstream_rows(head_dim: int, heads_per_group: int, prompt: int, rows: int) -> Rows:
+    """What the upstream engine tests its kernels with: no random numbers, 2 groups.
+
+    Element i of an array is `(37 i + 13 b + 3) mod 83 / 83 - 1/2`. In the prompt every head and
+    group has an array and a b of its own; q, k and v of the later rows are one array each.
+    """
+
+    def array(b: int, *shape: int) -> F32:
+        steps = (np.arange(math.prod(shape)) * 37 + b * 13 + 3) % 83
+        return (steps.astype(np.float32) / np.float32(83) - np.float32(0.5)).reshape(shape)
+
+    def of_prompt(*seeds: int) -> F32:
+        return np.stack([array(b, prompt, head_dim) for b in seeds], axis=1)
+
+    heads = range(heads_per_group)
+    return (
+        np.concatenate(
+            (
+                of_prompt(*(3 + h + 20 * g for g in range(2) for h in heads)),
+                array(5, rows, 2 * heads_per_group, head_dim),
+            )
+        ),
+        np.concatenate((of_prompt(1, 21), array(6, rows, 2, head_dim))),
+        np.concatenate((of_prompt(2, 22), array(7, rows, 2, head_dim))),
+    )
+
+
 def _positive_mix(fixed: Mapping[str, F64]) -> dict[str, F64]:
     # All landmarks count for the far field: no cancellation, so the bound is tight.
     return {"mix": np.abs(fixed["mix"])}
@@ -539,6 +567,14 @@ def cases() -> tuple[Case, ...]:
         config = Config(landmarks=8, window=16, sinks=2)
         inputs = partial(_opposed_rows, size)
         table.append(Case(f"opposed-{size:g}", config, inputs, 64, (200,)))
+    # Full rings; a wide ring that fills within a call; one that the prompt does not fill.
+    for name, head_dim, heads, config, prompt, chunks in (
+        ("full", 8, 2, Config(4, 64, 2, windows=(64, 64)), 100, (70, 9)),
+        ("filling", 8, 2, Config(4, 64, 2, windows=(64, 128)), 100, (70, 40)),
+        ("wide", 256, 6, Config(32, 128, 4, windows=(128, 512)), 300, (64, 64)),
+    ):
+        inputs = partial(_upstream_rows, head_dim, heads, prompt, sum(chunks))
+        table.append(Case(f"upstream-{name}", config, inputs, prompt, chunks))
     return tuple(table)
 
 

@@ -6,35 +6,85 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from support import BACKENDS, DEFECTS, ORIGINAL
 
 import o1core
+from o1core import registry
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = Path(os.environ.get("O1CORE_SHARED", ROOT.parent / "shared"))
 REQUIRED = [name for name in os.environ.get("O1CORE_REQUIRE", "").split(",") if name]
 
-BACKENDS = ("numpy",)
+# Whose kernels the column ORIGINAL runs; elsewhere the variable must not replace o1core's own.
+WGSL = os.environ.pop("O1CORE_WGSL", "")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """The known defects of the original are failures that must occur, and no others."""
+    if not isinstance(item, pytest.Function):
+        return
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    case = parameters.get("case")
+    defect = DEFECTS.get(item.originalname, {}).get(None if case is None else str(case))
+    if parameters.get("backend") == ORIGINAL and defect is not None:
+        # Only what a check says: an absent file or adapter is none of its defects.
+        item.add_marker(pytest.mark.xfail(strict=True, raises=AssertionError, reason=defect))
+
+
+def require_backend(name: str) -> None:
+    """Skip where a backend does not run, or fail if it is required."""
+    reasons: tuple[str, ...] = ("it is not installed",)
+    for info in o1core.backends():
+        if info.name == name:
+            if info.usable:
+                return
+            reasons = info.reasons
+    reason = f"backend {name} is not usable here: {'; '.join(reasons)}"
+    if name in REQUIRED:
+        pytest.fail(reason)
+    pytest.skip(reason)
 
 
 @pytest.fixture(scope="session", params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> str:
-    """The name of each backend that runs here; an absent one that is required fails."""
-    name: str = request.param
-    for info in o1core.backends():
-        if info.name == name and info.usable:
-            return name
-    if name in REQUIRED:
-        pytest.fail(f"backend {name} is required and not usable: {o1core.backends()}")
-    pytest.skip(f"backend {name} is not usable here")
+    """A column of the matrix: each backend that runs here; ORIGINAL too with `every_column`."""
+    column: str = request.param
+    require_backend("wgpu" if column == ORIGINAL else column)
+    return column
 
 
 @pytest.fixture(scope="session")
-def engine(backend: str) -> Iterator[o1core.O1Batch]:
-    with o1core.O1Batch(backend, fallback=None) as opened:
+def engine(backend: str, request: pytest.FixtureRequest) -> Iterator[o1core.O1Batch]:
+    name, options = backend, {}
+    if backend == ORIGINAL:
+        name, options = "wgpu", {"wgsl": request.getfixturevalue("original_wgsl")}
+    with o1core.O1Batch(name, fallback=None, **options) as opened:
+        if backend != "numpy":
+            mine = "original WGSL, byte for byte" if backend == ORIGINAL else "o1core's own WGSL"
+            assert mine in opened.reason
         yield opened
+
+
+@pytest.fixture(scope="session")
+def original_wgsl(request: pytest.FixtureRequest) -> str:
+    """The upstream engine's kernels, of O1CORE_WGSL or of the shared folder."""
+    if WGSL:
+        return WGSL
+    shared: Path = request.getfixturevalue("shared")
+    return str(next((shared / "seed").glob("*.txt")))
+
+
+@pytest.fixture(scope="session")
+def gpu() -> Any:
+    """The `Gpu` that all engines share."""
+    require_backend("wgpu")
+    from o1core_wgpu.device import open_gpu
+
+    return open_gpu()
 
 
 @pytest.fixture(scope="session")
@@ -49,8 +99,11 @@ def shared() -> Path:
 
 
 @pytest.fixture
-def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """New float memory holds NaN, so whatever is read before it is written shows."""
+def poisoned_memory(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """New float memory holds NaN, so whatever is read before it is written shows.
+
+    On a GPU this is also put, before every run, into what its calls share.
+    """
     empty = np.empty
 
     def poisoned(shape, dtype=float, **options):  # type: ignore[no-untyped-def]
@@ -60,6 +113,54 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         return array
 
     monkeypatch.setattr(np, "empty", poisoned)
+    if backend != "numpy":
+        poison_gpu(monkeypatch)
+
+
+def poison_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from o1core_wgpu import WgpuExecutor
+    from o1core_wgpu.device import Gpu
+
+    make, run = Gpu.buffer, WgpuExecutor.run
+
+    def fill(gpu: Gpu, buffer: Any) -> None:
+        gpu.device.queue.write_buffer(buffer, 0, np.full(buffer.size // 4, np.nan, np.float32))
+
+    def poisoned(gpu: Gpu, nbytes: int, usage: int) -> Any:
+        buffer = make(gpu, nbytes, usage)
+        fill(gpu, buffer)
+        return buffer
+
+    def run_poisoned(executor: WgpuExecutor, *arguments: Any) -> Any:
+        for buffer in executor._work._buffers.values():
+            fill(executor._work.gpu, buffer)
+        return run(executor, *arguments)
+
+    monkeypatch.setattr(Gpu, "buffer", poisoned)
+    monkeypatch.setattr(WgpuExecutor, "run", run_poisoned)
+
+
+@pytest.fixture
+def no_auto_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What "auto" takes does not depend on the machine: never wgpu, which can still be named."""
+    entries, open_auto = registry._entries, registry.open_auto
+
+    def without_wgpu() -> Any:
+        return {name: entry for name, entry in entries().items() if name != "wgpu"}
+
+    def choose(device: Any = None) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(registry, "_entries", without_wgpu)
+            return open_auto(device)
+
+    monkeypatch.setattr(registry, "open_auto", choose)
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a backend that a later version is to have."""
+    monkeypatch.setitem(registry.PLANNED, "abacus", "this version of o1core has no abacus backend")
+    return "abacus"
 
 
 @pytest.fixture

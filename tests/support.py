@@ -8,9 +8,53 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 import o1core
-from o1core.testing import Rows, random_rows
+from o1core.testing import Rows, cases, random_rows
+
+# Columns of the matrix ------------------------------------------------------------------------
+
+BACKENDS = ("numpy", "wgpu")
+ORIGINAL = "wgpu-original"
+"""The backend wgpu with the kernels of the upstream engine, unmodified."""
+
+every_column = pytest.mark.parametrize("backend", [*BACKENDS, ORIGINAL], indirect=True)
+
+# Of the four rules in docs/operator.md section 4, the original keeps only the last.
+FAR_MAXIMUM = (
+    "the original reads all rows of a sub-chunk relative to the far maximum after it: those before "
+    "a massive key vanish"
+)
+SHIFT = "the original leaves landmarks that contribute nothing in its shift: near weights underflow"
+SHIFT_AND_SCALE = f"{SHIFT}, and so do mixed weights beside the row's largest landmark logit"
+
+_CASES: dict[str | None, str] = {
+    **dict.fromkeys(("dropped-far-above", "opposed-80"), SHIFT),
+    **{f"survivor-{gap}-below": SHIFT for gap in (25, 29, 35)},
+    **dict.fromkeys(("survivor-0-below", "opposed-100", "opposed-1000"), SHIFT_AND_SCALE),
+    **{f"massive-{n}-at-{at}": FAR_MAXIMUM for n in (100, 10000, 100000) for at in (1, 40, 62, 63)},
+    "massive-100-at-3-5-7-127": FAR_MAXIMUM,
+    **{f"jumps-of-{step}": FAR_MAXIMUM for step in (30, 100)},
+}
+DEFECTS: dict[str, dict[str | None, str]] = {
+    "test_case": _CASES,
+    # Cut differently, this massive key too has rows before it.
+    "test_case_in_other_pieces": {**_CASES, "massive-100-at-64-100": FAR_MAXIMUM},
+    # With the layer's own mix, some rows drop their far field.
+    "test_massive_logits_in_a_chunk_give_one": {
+        **_CASES,
+        **{f"massive-{x}": SHIFT for x in ("100-at-0", "100-at-64-100", "10000-at-0")},
+    },
+    "test_dropped_far_field_is_the_near_softmax": {None: SHIFT},
+}
+"""What fails with the original, by test and case, and the defect that shows."""
+
+# Few cases, chosen so that each kernel and each rule of the operator matters in one of them.
+_FEW = ("plain", "fm", "alternating", "mixed-windows", "half-full", "massive-100-at-40", "no-sinks")
+SUBSET = [case for case in cases() if case.name in _FEW]
+
+# Golden files and small layers ----------------------------------------------------------------
 
 GOLDEN = Path(__file__).parent / "data" / "golden"
 

@@ -220,8 +220,8 @@ def test_extreme_sizes_stay_finite(engine: o1core.O1Batch, size: float) -> None:
 
 def test_check_finite_can_be_waived(engine: o1core.O1Batch) -> None:
     layer, (q, k, v) = small_layer(engine)
-    k = k.copy()
-    k[150] = np.nan
+    v = v.copy()
+    v[150] = np.nan
     out = layer.extend(q, k, v, check_finite=False)
     # What a NaN does to the rows of its sub-chunk is not defined; before that nothing is touched.
     assert np.isfinite(out[:128]).all()

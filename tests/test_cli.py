@@ -85,6 +85,11 @@ def refusal(capsys: Capsys, *argv: object, code: int = 2) -> str:
     return err
 
 
+@pytest.fixture(autouse=True)
+def same_everywhere(no_auto_gpu: None) -> None:
+    pass
+
+
 # The command itself ---------------------------------------------------------------------------
 
 
@@ -543,12 +548,21 @@ def test_input_is_not_overwritten(file: Path, capsys: Capsys) -> None:
     assert file.read_bytes() == before
 
 
-def test_fallback_is_one_line(file: Path, capsys: Capsys) -> None:
-    assert main(["run", str(file), *SMALL, "--backend", "wgpu", "--json"]) == 0
+def test_fallback_is_one_line(file: Path, capsys: Capsys, planned: str) -> None:
+    assert main(["run", str(file), *SMALL, "--backend", planned, "--json"]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["backend"] == "numpy"
-    assert err.startswith("o1core: warning: numpy took over: backend 'wgpu' cannot be used")
+    assert err.startswith(f"o1core: warning: numpy took over: backend '{planned}' cannot be used")
     assert err.count("\n") == 1
+
+
+def test_run_on_a_gpu(file: Path, capsys: Capsys, gpu: Any) -> None:
+    found = run_json(capsys, "run", file, *SMALL, "--backend", "wgpu", "--no-fallback")
+    assert (found["backend"], found["device"]) == ("wgpu", gpu.name)
+    assert 0 < found["agreement"]["worst_of_bound"] < 1
+    same = run_json(capsys, "run", file, *SMALL, "--backend", "numpy")
+    for error, value in same["o1_error"].items():
+        assert found["o1_error"][error] == pytest.approx(value, rel=1e-4)
 
 
 def test_progress_stays_off_stdout(

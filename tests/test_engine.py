@@ -315,26 +315,35 @@ def test_sealing_over_a_nan_is_refused(engine: o1core.O1Batch) -> None:
 # Choosing a backend -------------------------------------------------------------------------
 
 
-def test_auto() -> None:
+def test_auto(no_auto_gpu: None) -> None:
     with o1core.O1Batch() as engine:
         assert engine.backend == "numpy"
         assert engine.reason == "auto chose numpy"
         assert engine.device.startswith("CPU (numpy ")
 
 
-@pytest.mark.parametrize("name", ["wgpu", "taichi"])
-def test_fallback_is_never_silent(name: str) -> None:
-    if name in {info.name for info in o1core.backends()}:
-        pytest.skip(f"{name} is installed")
-    with pytest.warns(o1core.BackendFallbackWarning, match=f"numpy took over: .*'{name}'") as seen:
-        engine = o1core.O1Batch(name)
+def test_auto_takes_a_gpu_that_is_none_of_the_cpu(gpu: Any) -> None:
+    with o1core.O1Batch() as engine:
+        if gpu.software:
+            assert engine.backend == "numpy"
+            assert f"wgpu has only a software adapter ({gpu.name})" in engine.reason
+        else:
+            assert engine.backend == "wgpu"
+            assert engine.device == gpu.name
+
+
+def test_fallback_is_never_silent(planned: str) -> None:
+    with pytest.warns(
+        o1core.BackendFallbackWarning, match=f"numpy took over: .*'{planned}'"
+    ) as seen:
+        engine = o1core.O1Batch(planned)
     assert len(seen) == 1
     assert seen[0].filename == __file__
     assert engine.backend == "numpy"
-    assert name in engine.reason
-    with pytest.raises(o1core.BackendUnavailable, match=f"no {name} backend") as caught:
-        o1core.O1Batch(name, fallback=None)
-    assert caught.value.backend == name
+    assert planned in engine.reason
+    with pytest.raises(o1core.BackendUnavailable, match=f"no {planned} backend") as caught:
+        o1core.O1Batch(planned, fallback=None)
+    assert caught.value.backend == planned
     assert len(caught.value.reasons) == 1
 
 
@@ -444,7 +453,7 @@ def info_of(name: str) -> o1core.BackendInfo:
     return next(info for info in o1core.backends() if info.name == name)
 
 
-def test_a_stranger_plugs_in_by_entry_point_alone(site: Path) -> None:
+def test_a_stranger_plugs_in_by_entry_point_alone(site: Path, no_auto_gpu: None) -> None:
     install_plugin(site, "dummy_backend", DUMMY, "dummy = dummy_backend:DummyExecutor")
     found = info_of("dummy")
     assert (found.usable, found.device, found.source) == (True, "a dummy", "dummy_backend 1.5")
@@ -489,7 +498,7 @@ def test_why_a_stranger_is_not_usable(site: Path, source: str, entry: str, reaso
         o1core.O1Batch("dummy")
 
 
-def test_auto_says_when_a_backend_is_broken(site: Path) -> None:
+def test_auto_says_when_a_backend_is_broken(site: Path, no_auto_gpu: None) -> None:
     install_plugin(site, "dummy_backend", "1 / 0\n", "dummy = dummy_backend:X")
     with pytest.warns(o1core.BackendFallbackWarning, match="broken backend: .*ZeroDivisionError"):
         engine = o1core.O1Batch()
@@ -497,7 +506,7 @@ def test_auto_says_when_a_backend_is_broken(site: Path) -> None:
     assert "ZeroDivisionError" in engine.reason
 
 
-def test_auto_passes_over_software_adapters(site: Path) -> None:
+def test_auto_passes_over_software_adapters(site: Path, no_auto_gpu: None) -> None:
     source = DUMMY + "    auto_rank = 9\n    software = True\n"
     install_plugin(site, "dummy_backend", source, "dummy = dummy_backend:DummyExecutor")
     with o1core.O1Batch() as engine:
@@ -507,7 +516,7 @@ def test_auto_passes_over_software_adapters(site: Path) -> None:
         assert engine.backend == "dummy"
 
 
-def test_auto_takes_the_best_rank(site: Path) -> None:
+def test_auto_takes_the_best_rank(site: Path, no_auto_gpu: None) -> None:
     source = DUMMY + "    auto_rank = 9\n"
     install_plugin(site, "dummy_backend", source, "dummy = dummy_backend:DummyExecutor")
     with o1core.O1Batch() as engine:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import GOLDEN, golden
+from support import GOLDEN, every_column, golden
 
 import o1core
 from o1core.testing import Oracle, check_output, check_state
@@ -54,17 +54,20 @@ def check(engine: o1core.O1Batch, path: Path, cut: str) -> None:
     check_state(state, {n: arrays.get(f"final_{n}", state.arrays[n]) for n in STATE})
 
 
+@every_column
 @pytest.mark.parametrize("cut", ["given", "whole", "ones", "odd"])
 @pytest.mark.parametrize("path", SMALL, ids=lambda p: p.stem)
 def test_small_vectors(engine: o1core.O1Batch, path: Path, cut: str) -> None:
     check(engine, path, cut)
 
 
+@every_column
 @pytest.mark.parametrize("name", LARGE)
 def test_large_vectors(engine: o1core.O1Batch, shared: Path, name: str) -> None:
     check(engine, shared / "golden" / f"{name}.npz", "given")
 
 
+@every_column
 @pytest.mark.parametrize(("key", "sinks"), [("out", None), ("out_sink0", 0)])
 def test_whole_matrix_vectors(
     engine: o1core.O1Batch, shared: Path, key: str, sinks: int | None

@@ -8,16 +8,23 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import pytest
 from conftest import ROOT
 
 import o1core
 
-LOUD = ("wgpu", "taichi", "quadrants", "torch", "rich", "safetensors", "o1core_numpy")
+LOUD = (
+    *("wgpu", "taichi", "quadrants", "torch", "rich", "safetensors"),
+    *("o1core_numpy", "o1core_wgpu"),
+)
 
 
-def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PYTHONWARNINGS": "error", "HOME": str(folder)}
+def run(code: str, folder: Path, **changes: str | None) -> subprocess.CompletedProcess[str]:
+    """Runs it with the folder as home, and the environment changed; None removes a variable."""
+    changed = {**os.environ, "PYTHONWARNINGS": "error", "HOME": str(folder), **changes}
+    env = {name: value for name, value in changed.items() if value is not None}
     return subprocess.run(
         [sys.executable, "-B", "-c", code], capture_output=True, text=True, cwd=folder, env=env
     )
@@ -33,15 +40,28 @@ def test_import_is_quiet(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+USE = """
+from o1core.testing import random_rows
+q, k, v = random_rows(0, 400)
+with o1core.O1Batch(BACKEND, fallback=None) as engine:
+    engine.seal(q, k, v).extend(q, k, v)
+"""
+
+
 def test_use_is_quiet(tmp_path: Path) -> None:
-    code = (
-        "import numpy as np, o1core\n"
-        "from o1core.testing import random_rows\n"
-        "q, k, v = random_rows(0, 400)\n"
-        "with o1core.O1Batch() as engine:\n"
-        "    engine.seal(q, k, v).extend(q, k, v)\n"
-    )
-    done = run(code, tmp_path)
+    done = run("import o1core; BACKEND = 'numpy'" + USE, tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("backend", "headless"), [("wgpu", False), ("wgpu", True), ("auto", True)])
+def test_use_of_a_gpu_is_quiet(gpu: Any, tmp_path: Path, backend: str, headless: bool) -> None:
+    """Drivers complain on stderr of a session without a display or a folder for its files."""
+    # They keep compiled kernels in the home, which therefore stays what it is.
+    changes: dict[str, str | None] = {"HOME": os.environ.get("HOME")}
+    if headless:
+        changes |= dict.fromkeys(("XDG_RUNTIME_DIR", "DISPLAY", "WAYLAND_DISPLAY"))
+    done = run(f"import o1core; BACKEND = {backend!r}" + USE, tmp_path, **changes)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert not list(tmp_path.iterdir())
 

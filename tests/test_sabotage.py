@@ -8,26 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import SUBSET
 
 import o1core
 from o1core.checks import F32
 from o1core.layout import Meta
-from o1core.testing import cases, check_backend
+from o1core.testing import check_backend
 from o1core_numpy import NumpyExecutor
 from o1core_numpy.cohort import Cohort
 from o1core_numpy.kernels import KERNELS, Call, Kernel
-
-# Few cases, chosen so that each kernel and each rule of the operator matters in one of them.
-NAMES = (
-    "plain",
-    "fm",
-    "alternating",
-    "mixed-windows",
-    "half-full",
-    "massive-100-at-40",
-    "no-sinks",
-)
-SUBSET = [c for c in cases() if c.name in NAMES]
 
 
 def with_kernels(**replaced: Kernel) -> NumpyExecutor:

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from conftest import ROOT
 
+pytest.importorskip("wgpu")
+
 from o1core import Geometry
 from o1core.layout import buffers, kernels
 from o1core_wgpu import interface, source

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import operator
 import os
 import sys
 import tempfile
@@ -11,20 +13,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from math import prod
+from typing import Any, SupportsIndex
 
 import wgpu
 import wgpu.backends.wgpu_native
 
 from o1core.errors import BackendUnavailable
-from o1core_wgpu.kernel_set import KernelSet
+from o1core_wgpu.kernel_set import GivenKernels, KernelSet
 
-__all__ = ["DeviceLostError", "Gpu", "open_gpu"]
+__all__ = ["DeviceLostError", "Gpu", "open_gpu", "software_adapter"]
 
 STORAGE_LIMIT = "max-storage-buffers-per-shader-stage"
 STORAGE_BUFFERS = 13
 """What the original's attend binds; o1core's own kernels bind 7."""
 UNIFORM_BYTES = 48
+ADAPTER_NAME = "WGPUPY_WGPU_ADAPTER_NAME"
+"""wgpu's own variable, by which hosts and CI pick an adapter for every program."""
 
 NO_ADAPTER = (
     "no WebGPU adapter was found: install the driver of the GPU; without a GPU, Debian's and "
@@ -34,12 +39,14 @@ FORKED = (
     "this process was forked from one that had used the GPU, and a forked GPU hangs: start workers "
     "with multiprocessing's 'spawn' or 'forkserver', or open the GPU only after the fork"
 )
-
-
+LOST_GIVEN = (
+    "the wgpu.GPUDevice given is lost, or was opened before this process was forked: request "
+    "another one from its adapter"
+)
 LOST = (
     "the GPU device is lost, and with it the state of this layer on the device. Go on from a state "
-    "kept on the host: restore a snapshot taken with layer.snapshot(durable=True), or engine.load() "
-    "a state that layer.state() gave; either opens the device anew"
+    "kept on the host: restore a snapshot taken with layer.snapshot(durable=True), or "
+    "engine.load() a state that layer.state() gave; either opens the device anew"
 )
 LOST_ADOPTED = (
     "the GPU device that this engine was given is lost, and with it the state of this layer. Go on "
@@ -65,12 +72,10 @@ class Gpu:
     """An open device and what the engines on it share: the compiled kernels."""
 
     def __init__(self, device: wgpu.GPUDevice, *, adopted: bool) -> None:
-        info = device.adapter.info
         self.device = device
         self.adopted = adopted
-        self.software = info["adapter_type"] == "CPU"
-        kind = "software" if self.software else info["adapter_type"]
-        self.name = f"{info['device'] or info['description']} ({kind}, {info['backend_type']})"
+        self.software = _is_software(device.adapter)
+        self.name = _name(device.adapter)
         self.limits: Mapping[str, int] = device.limits
         self._pid = os.getpid()
         self._lost = False
@@ -78,35 +83,72 @@ class Gpu:
         self._pipelines: dict[str, dict[str, Pipeline]] = {}
 
     @property
+    def largest_buffer(self) -> int:
+        """Bytes that one buffer may have, of the sizes that `buffer` makes."""
+        return self.limits["max-buffer-size"] // 16 * 16
+
+    @property
     def largest_binding(self) -> int:
-        """Bytes that one binding may have."""
-        return min(self.limits["max-storage-buffer-binding-size"], self.limits["max-buffer-size"])
+        """Bytes that one binding of a whole buffer may have."""
+        return min(self.largest_buffer, self.limits["max-storage-buffer-binding-size"] // 16 * 16)
+
+    def require_process(self) -> None:
+        """RuntimeError in a process that was forked from that of the device.
+
+        To be asked before any lock is taken: nobody may be left there to release it.
+        """
+        if os.getpid() != self._pid:
+            raise RuntimeError(FORKED)
 
     def require_live(self, fault: BaseException | None = None) -> None:
         """RuntimeError in a forked process, DeviceLostError once the device is known to be lost."""
-        if os.getpid() != self._pid:
-            raise RuntimeError(FORKED)
-        if self._lost:
+        self.require_process()
+        if self._lost or self._destroyed:
             raise DeviceLostError(LOST_ADOPTED if self.adopted else LOST) from fault
+
+    @property
+    def _destroyed(self) -> bool:
+        """Whether `device.destroy()` was called; the first thing that does is to end its thread."""
+        thread = self.device._poller
+        return thread is None or thread._shutdown
 
     def lost_by_now(self) -> bool:
         """Whether the device is lost; asks it, since a lost one finishes no commands."""
         if not self._lost and os.getpid() == self._pid:
             try:
-                self.device.create_command_encoder().finish()
+                # Not is_alive(), which an interrupt can make wrong. Without its thread, as in a
+                # process forked from that of the host, a device never answers.
+                self._lost = self._destroyed or self.device._poller not in threading.enumerate()
+                if not self._lost:
+                    self.device.create_command_encoder().finish()
             except wgpu.GPUError:
                 self._lost = True
         return self._lost
 
     def missing(self, kernels: KernelSet) -> list[str]:
         """Why this device cannot run the kernels at all."""
-        have, need = self.limits[STORAGE_LIMIT], kernels.storage_buffers
-        if have >= need:
-            return []
-        fix = (
-            "request it with that limit" if self.adopted else "leave wgsl out: o1core's need fewer"
-        )
-        return [f"{STORAGE_LIMIT} must be at least {need} ({kernels.label}), got {have}; {fix}"]
+        sizes = [entry.workgroup_size for entry in kernels.interface.entry_points.values()]
+        needs = {
+            STORAGE_LIMIT: kernels.storage_buffers,
+            "max-bindings-per-bind-group": max(kernels.interface.bindings) + 1,
+            "max-dynamic-uniform-buffers-per-pipeline-layout": 1,
+            "max-uniform-buffer-binding-size": UNIFORM_BYTES,
+            "max-compute-invocations-per-workgroup": max(map(prod, sizes)),
+            **{
+                f"max-compute-workgroup-size-{axis}": max(extents)
+                for axis, extents in zip("xyz", zip(*sizes, strict=True), strict=True)
+            },
+        }
+        fix = "choose another adapter with device="
+        if self.adopted:
+            fix = "request the device with that limit"
+        elif isinstance(kernels, GivenKernels):
+            fix += ", or leave wgsl out: o1core's own kernels need less"
+        return [
+            f"{limit} must be at least {need} ({kernels.label}), got {self.limits[limit]}; {fix}"
+            for limit, need in needs.items()
+            if self.limits[limit] < need
+        ]
 
     def pipelines(self, kernels: KernelSet) -> dict[str, Pipeline]:
         """The compiled kernels, by entry point; compiled once for all engines."""
@@ -145,6 +187,13 @@ class Gpu:
         except wgpu.GPUOutOfMemoryError as fault:
             raise MemoryError(f"{self.name} has no room for {nbytes:,} bytes: {fault}") from fault
 
+    def submit(self, encoder: wgpu.GPUCommandEncoder) -> None:
+        """Submit what was recorded, and with it what was written into buffers before."""
+        # Finishing shows a lost device; submitting to one would end the process.
+        commands = encoder.finish()
+        self.require_live()
+        self.device.queue.submit([commands])
+
     @contextmanager
     def mapped(self, staging: wgpu.GPUBuffer, nbytes: int) -> Iterator[memoryview]:
         """The contents of a staging buffer, once all commands that were submitted are done.
@@ -153,15 +202,29 @@ class Gpu:
         """
         # Waiting for the commands is part of mapping; plain "READ" would submit once more for it.
         promise = staging.map_async("READ_NOSYNC", 0, nbytes)
-        while not promise._thread_event.wait(1.0):
+        while not promise._thread_event.wait(0.2):
             # A device that its owner destroys in the meantime never answers.
             if self.lost_by_now():
                 self.require_live()
         promise.sync_wait()
+        # What a destroyed device had mapped is gone: reading it would end the process.
+        self.require_live()
         try:
             yield staging.read_mapped(0, nbytes, copy=False)
         finally:
             staging.unmap()
+        self.require_live()
+
+
+def _is_software(adapter: wgpu.GPUAdapter) -> bool:
+    kind: str = adapter.info["adapter_type"]
+    return kind == "CPU"
+
+
+def _name(adapter: wgpu.GPUAdapter) -> str:
+    info = adapter.info
+    kind = "software" if _is_software(adapter) else info["adapter_type"]
+    return f"{info['device'] or info['description']} ({kind}, {info['backend_type']})"
 
 
 def _binding_type(access: str) -> dict[str, Any]:
@@ -183,27 +246,21 @@ def open_gpu(device: Any = None) -> Gpu:
     """The GPU that `device` names; each is opened once a process and shared by all engines.
 
     None takes the best adapter: discrete, integrated, virtual, then software; native interfaces
-    before OpenGL. An index or a part of a name picks one of `adapters()`. A `wgpu.GPUDevice` of the
-    host is adopted as it is.
+    before OpenGL. An index, in wgpu's order, or a part of a name picks an adapter. A
+    `wgpu.GPUDevice` of the host is adopted as it is.
 
-    BackendUnavailable when there is no adapter or this process was forked from one that had used
-    the GPU; ValueError for a name or an index that no adapter has; TypeError for anything else.
+    BackendUnavailable when there is no adapter, when the device given is lost, or when this process
+    was forked from one that had used the GPU; ValueError for a name or an index that no adapter
+    has; TypeError for anything else.
     """
-    if isinstance(device, bool) or not (
-        device is None or isinstance(device, (int, str, wgpu.GPUDevice))
-    ):
-        raise TypeError(
-            "device must be None, an adapter's index or a part of its name, or a wgpu.GPUDevice, "
-            f"got {device!r}"
-        )
+    _claim()
     with _lock:
-        if _used_by - {os.getpid()}:
-            raise BackendUnavailable("wgpu", [FORKED])
         if isinstance(device, wgpu.GPUDevice):
-            _used_by.add(os.getpid())
             gpu = _adopted.get(id(device))
             if gpu is None:
                 gpu = _adopted[id(device)] = Gpu(device, adopted=True)
+            if gpu.lost_by_now():
+                raise BackendUnavailable("wgpu", [LOST_GIVEN])
             return gpu
         adapters = _adapters()
         index = _choose(adapters, device)
@@ -211,6 +268,48 @@ def open_gpu(device: Any = None) -> Gpu:
         if gpu is None or gpu.lost_by_now():
             gpu = _shared[index] = Gpu(_request(adapters[index]), adopted=False)
         return gpu
+
+
+def software_adapter(device: Any = None) -> str:
+    """The name of the adapter that `open_gpu` would open if it is a software one, else "".
+
+    Raises as that does.
+    """
+    if isinstance(device, wgpu.GPUDevice):
+        return ""
+    _claim()
+    with _lock:
+        adapters = _adapters()
+        adapter = adapters[_choose(adapters, device)]
+    return _name(adapter) if _is_software(adapter) else ""
+
+
+def _claim() -> None:
+    """Note that this process uses the GPU, so that one forked from it leaves it alone.
+
+    To be called before the lock is taken, which in a forked process nobody may be left to release.
+    """
+    if _used_by - {os.getpid()}:
+        raise BackendUnavailable("wgpu", [FORKED])
+    if not _used_by and hasattr(os, "register_at_fork"):
+        libc = ctypes.CDLL(None)
+        os.register_at_fork(after_in_child=lambda: _leave_alone(libc))
+    _used_by.add(os.getpid())
+
+
+def _leave_alone(libc: Any) -> None:
+    """Make a forked process release nothing of its parent's GPU.
+
+    The threads of the driver are not here, and releasing a device waits for them, as do the
+    driver's handlers at exit. Where the C library can, exit therefore ends with Python's part.
+    """
+    for kind in (wgpu.GPUObjectBase, wgpu.GPUAdapter):
+        kind.__del__ = lambda self: None
+    if hasattr(libc, "on_exit"):
+        # The last to be registered is the first to be called: streams are flushed, then it ends
+        # with the status that on_exit passes.
+        libc.on_exit(libc._exit, None)
+        libc.on_exit(libc.fcloseall, None)
 
 
 def _request(adapter: wgpu.GPUAdapter) -> wgpu.GPUDevice:
@@ -222,7 +321,6 @@ def _request(adapter: wgpu.GPUAdapter) -> wgpu.GPUDevice:
 @cache
 def _adapters() -> tuple[wgpu.GPUAdapter, ...]:
     with _quiet_enumeration():
-        _used_by.add(os.getpid())
         return tuple(wgpu.gpu.enumerate_adapters_sync())
 
 
@@ -240,26 +338,29 @@ def _quiet_enumeration() -> Iterator[None]:
         del os.environ[name]
 
 
-def _choose(adapters: Sequence[wgpu.GPUAdapter], device: int | str | None) -> int:
+def _choose(adapters: Sequence[wgpu.GPUAdapter], device: Any) -> int:
+    """The index of the adapter that `device` names."""
+    there = "; ".join(f"{i}: {a.summary}" for i, a in enumerate(adapters)) or "there is none"
+    rule = "device must be None, an adapter's index or a part of its name, or a wgpu.GPUDevice"
+    if isinstance(device, bool) or not (device is None or isinstance(device, (str, SupportsIndex))):
+        raise TypeError(f"{rule}, got {device!r} (adapters: {there})")
     if not adapters:
         raise BackendUnavailable("wgpu", [NO_ADAPTER])
-    if device is None:
-        # wgpu's own variable, by which hosts and CI pick an adapter for every program.
-        device = os.environ.get("WGPUPY_WGPU_ADAPTER_NAME") or None
     order = sorted(range(len(adapters)), key=lambda i: (*_rank(adapters[i]), i))
     if device is None:
-        return order[0]
-    if isinstance(device, int):
-        if 0 <= device < len(adapters):
-            return device
-    else:
+        wanted = os.environ.get(ADAPTER_NAME, "")
         for i in order:
-            if device.casefold() in adapters[i].summary.casefold():
+            if wanted.casefold() in adapters[i].summary.casefold():
                 return i
-    there = "; ".join(f"{i}: {a.summary}" for i, a in enumerate(adapters))
-    raise ValueError(
-        f"device must be an adapter's index or a part of its name, got {device!r} ({there})"
-    )
+        fix = f"{ADAPTER_NAME} must be a part of an adapter's name, got {wanted!r} ({there})"
+        raise BackendUnavailable("wgpu", [fix])
+    if isinstance(device, str):
+        for i in order:
+            if device and device.casefold() in adapters[i].summary.casefold():
+                return i
+    elif 0 <= operator.index(device) < len(adapters):
+        return operator.index(device)
+    raise ValueError(f"{rule}, got {device!r} (adapters: {there})")
 
 
 def _rank(adapter: wgpu.GPUAdapter) -> tuple[int, bool]:

@@ -19,15 +19,13 @@ from o1core.errors import BackendUnavailable
 from o1core.executor import Buffers, Executor
 from o1core.layout import Buffer, GroupMeta, Meta, buffers, state_buffers
 from o1core.plan import MAX_SUB_CHUNK, Plan
-from o1core_wgpu.device import UNIFORM_BYTES, Gpu, open_gpu
+from o1core_wgpu.device import UNIFORM_BYTES, Gpu, open_gpu, software_adapter
 from o1core_wgpu.kernel_set import GivenKernels, KernelSet, own_kernels
 from o1core_wgpu.source import load
 from o1core_wgpu.workspace import (
     STAGING,
     STORAGE,
-    UNIFORM_STRIDE,
     Bound,
-    BoundSet,
     Checkpoint,
     Piece,
     Step,
@@ -46,6 +44,8 @@ SCRATCH, PARAMETERS = 13, 15
 SUB_CHUNKS = 1024
 """Sub-chunks in one submission; a longer call is several, so that no watchdog sees one run on."""
 SCRATCH_BUDGET = 2**26
+ARRAY_BUDGET = 2**28
+"""Bytes of an array in one submission, for the same reason and to spare memory."""
 BOUND_SETS = 8
 """How many sets of input buffers a layer keeps bind groups for."""
 
@@ -70,9 +70,8 @@ class WgpuExecutor(Executor):
         self._use(gpu)
 
     def _use(self, gpu: Gpu) -> None:
-        self._gpu = gpu
-        self._pipelines = gpu.pipelines(self._kernels)
-        self._work = Workspace(gpu)
+        pipelines, work = gpu.pipelines(self._kernels), Workspace(gpu)
+        self._gpu, self._pipelines, self._work = gpu, pipelines, work
 
     @classmethod
     def open(cls, device: Any = None, *, wgsl: str | os.PathLike[str] | None = None) -> Self:
@@ -83,29 +82,51 @@ class WgpuExecutor(Executor):
         Without it, the environment variable O1CORE_WGSL names them, and otherwise they are
         o1core's own.
 
-        BackendUnavailable when this machine has no adapter or one with limits too small;
-        FileNotFoundError, TypeError or ValueError for arguments that are wrong.
+        BackendUnavailable when this machine has no adapter or one with limits too small, or the
+        variable names no such kernels; FileNotFoundError, TypeError or ValueError for arguments
+        that are wrong.
         """
-        wgsl = wgsl or os.environ.get(ENVIRONMENT) or None
-        kernels = own_kernels() if wgsl is None else GivenKernels(load(wgsl))
+        named = os.environ.get(ENVIRONMENT) or None if wgsl is None else wgsl
+        try:
+            kernels = own_kernels() if named is None else GivenKernels(load(named))
+        except (OSError, ValueError) as fault:
+            if wgsl is not None:
+                raise
+            raise BackendUnavailable(cls.name, [f"{ENVIRONMENT} is set, and {fault}"]) from fault
         gpu = open_gpu(device)
         if missing := gpu.missing(kernels):
             raise BackendUnavailable(cls.name, missing)
-        return cls(gpu, kernels, device)
+        try:
+            return cls(gpu, kernels, device)
+        except wgpu.GPUError as fault:
+            if named is None or gpu.lost_by_now():
+                raise
+            refusal = (
+                f"wgsl must be kernels that compile on {gpu.name}, got {kernels.label}: {fault}"
+            )
+            if wgsl is not None:
+                raise ValueError(refusal) from fault
+            raise BackendUnavailable(cls.name, [f"{ENVIRONMENT} is set, and {refusal}"]) from fault
+
+    @classmethod
+    def why_not_auto(cls, device: Any = None) -> str:
+        name = software_adapter(device)
+        return f"{cls.name} has only a software adapter ({name})" if name else ""
 
     def unsupported(self, plan: Plan) -> list[str]:
         g = plan.geometry
-        if g not in self._reasons:
+        reasons = self._reasons.get(g)
+        if reasons is None:
             if len(self._reasons) > 256:
                 self._reasons.clear()
-            self._reasons[g] = self._why_not(g)
-        return list(self._reasons[g])
+            reasons = self._reasons[g] = self._why_not(g)
+        return list(reasons)
 
     def _why_not(self, g: Geometry) -> list[str]:
         reasons = [f"{x} ({self._kernels.label})" for x in self._kernels.limits(g)]
         # Calls are split into sub-chunks where they must be, so one decides.
         plan = Plan.build(g, min(MAX_SUB_CHUNK, *g.windows))
-        largest = self._gpu.largest_binding
+        largest = self._largest(g)
         sizes = {b.name: b.nbytes for b in plan.buffers if b.shape is not None}
         sizes["scratch"] = self._kernels.scratch_bytes(g, plan.rows, self._scratch_budget)
         reasons += [
@@ -126,6 +147,10 @@ class WgpuExecutor(Executor):
                 )
         return reasons
 
+    def _largest(self, g: Geometry) -> int:
+        """Bytes that an array may have: as a binding, and behind meta when it is read back."""
+        return min(self._gpu.largest_binding, self._gpu.largest_buffer - 16 * g.groups)
+
     @property
     def _scratch_budget(self) -> int:
         return min(SCRATCH_BUDGET, self._gpu.largest_binding)
@@ -133,14 +158,14 @@ class WgpuExecutor(Executor):
     # State ----------------------------------------------------------------------------------------
 
     def allocate(self, geometry: Geometry) -> WgpuState:
+        self._gpu.require_process()
         with self._lock:
             if self._gpu.lost_by_now():
                 self._reopen()
-            with self._guarded(self._gpu):
+            with self._guarded(self._gpu) as gpu:
+                table = state_buffers(geometry)
                 return WgpuState(
-                    self._gpu,
-                    geometry,
-                    {b.name: self._gpu.buffer(b.nbytes, STORAGE) for b in state_buffers(geometry)},
+                    gpu, geometry, {b.name: gpu.buffer(b.nbytes, STORAGE) for b in table}
                 )
 
     def _reopen(self) -> None:
@@ -151,69 +176,52 @@ class WgpuExecutor(Executor):
         self._use(open_gpu(self._asked))
 
     def write(self, handle: WgpuState, buffers: Buffers) -> None:
-        with self._guarded(handle.gpu):
-            queue = handle.gpu.device.queue
+        with self._using(handle) as gpu:
             for name, array in buffers.items():
                 if array.nbytes:
-                    queue.write_buffer(handle.buffers[name], 0, array)
+                    gpu.device.queue.write_buffer(handle.buffers[name], 0, array)
+            # Until they are submitted, writes hold copies of the arrays, and the buffers.
+            gpu.submit(gpu.device.create_command_encoder())
+            if "meta" in buffers:
+                handle.meta = _as_meta(buffers["meta"])
 
     def read(self, handle: WgpuState) -> dict[str, npt.NDArray[Any]]:
-        return self._read(handle, state_buffers(handle.geometry))
+        with self._using(handle):
+            return _read(handle, state_buffers(handle.geometry))
 
     def meta(self, handle: WgpuState) -> Meta:
-        return _as_meta(self._read(handle, state_buffers(handle.geometry)[:1])["meta"])
-
-    def _read(self, handle: WgpuState, table: Sequence[Buffer]) -> dict[str, npt.NDArray[Any]]:
-        with self._guarded(handle.gpu):
-            staging = handle.gpu.buffer(sum(b.nbytes for b in table), STAGING)
-            encoder = handle.gpu.device.create_command_encoder()
-            at = 0
-            for b in table:
-                if b.nbytes:
-                    encoder.copy_buffer_to_buffer(handle.buffers[b.name], 0, staging, at, b.nbytes)
-                at += b.nbytes
-            handle.gpu.device.queue.submit([encoder.finish()])
-            arrays: dict[str, npt.NDArray[Any]] = {}
-            with handle.gpu.mapped(staging, at) as data:
-                at = 0
-                for b in table:
-                    array = np.empty(b.shape or (), b.dtype)
-                    array.reshape(-1)[:] = np.frombuffer(data, b.dtype, array.size, at)
-                    arrays[b.name] = array
-                    at += b.nbytes
-            return arrays
+        with self._using(handle):
+            return _read_meta(handle)
 
     def copy(self, handle: WgpuState, geometry: Geometry) -> WgpuState:
-        with self._guarded(handle.gpu):
-            twin = WgpuState(
-                handle.gpu,
-                geometry,
-                {n: handle.gpu.buffer(b.size, STORAGE) for n, b in handle.buffers.items()},
-            )
-            _copy(handle.gpu, geometry, handle.buffers, twin.buffers)
-            return twin
+        with self._using(handle) as gpu:
+            stored = {n: gpu.buffer(b.size, STORAGE) for n, b in handle.buffers.items()}
+            _copy(gpu, geometry, handle.buffers, stored)
+            return WgpuState(gpu, geometry, stored, handle.meta)
 
     def checkpoint(self, handle: WgpuState, plans: Sequence[Plan]) -> Checkpoint:
         del plans  # whatever they are, the same buffers are written
-        with self._guarded(handle.gpu):
-            handle.checkpoint = self._work.checkpoint(handle.geometry)
+        with self._using(handle):
+            handle.checkpoint = self._work.checkpoint(handle.geometry, handle.meta)
             return handle.checkpoint
 
     def rollback(self, handle: WgpuState, checkpoint: Checkpoint) -> None:
-        handle.checkpoint = None
-        if handle.gpu.lost_by_now() or not checkpoint.copied:
-            return  # there is nothing left to put back, or nothing was submitted
-        with self._guarded(handle.gpu):
-            _copy(handle.gpu, handle.geometry, checkpoint.buffers, handle.buffers)
+        # Noted first: should this be interrupted too, the next use of the handle does it.
+        handle.checkpoint, handle.undo = None, checkpoint
+        if not handle.gpu.lost_by_now():
+            with self._using(handle):
+                pass
 
-    # close() has nothing to do: the device is shared, and buffers go when nothing holds them.
+    def close(self) -> None:
+        """Release what calls share; the device stays open for other engines."""
+        self._work.clear()
 
     # Running --------------------------------------------------------------------------------------
 
     def run(self, plan: Plan, handle: WgpuState, q: F32, k: F32, v: F32, out: F32) -> Meta:
-        g, gpu = plan.geometry, handle.gpu
+        g = plan.geometry
         meta: Meta = []
-        with self._guarded(gpu):
+        with self._using(handle) as gpu:
             for piece in self._pieces(plan):
                 rows = slice(piece.first_row, piece.first_row + piece.rows)
                 inputs = {"q": q[rows], "k": k[rows], "v": v[rows]}
@@ -225,26 +233,24 @@ class WgpuExecutor(Executor):
                 }
                 head = 16 * g.groups
                 staging = self._work.buffer("staging", head + outputs.nbytes, STAGING)
+                program = self._program(plan, piece)
+                groups = self._bind_groups(handle, piece, whole)
                 encoder = gpu.device.create_command_encoder()
                 checkpoint = handle.checkpoint
                 if checkpoint is not None:
-                    _record_copy(encoder, handle.geometry, handle.buffers, checkpoint.buffers)
+                    _record_copy(encoder, g, handle.buffers, checkpoint.buffers)
                 compute = encoder.begin_compute_pass()
-                self._record(
-                    compute,
-                    self._program(plan, piece),
-                    self._bind_groups(handle, piece, whole),
-                )
+                self._record(compute, program, groups)
                 compute.end()
                 encoder.copy_buffer_to_buffer(handle.buffers["meta"], 0, staging, 0, head)
                 encoder.copy_buffer_to_buffer(whole["out"].buffer, 0, staging, head, outputs.nbytes)
-                # Finishing shows a lost device; submitting to one would end the process.
-                commands = encoder.finish()
                 for name, array in inputs.items():
                     gpu.device.queue.write_buffer(whole[name].buffer, 0, array)
-                gpu.device.queue.submit([commands])
                 if checkpoint is not None:
-                    checkpoint.copied, handle.checkpoint = True, None
+                    checkpoint.filled = None
+                gpu.submit(encoder)
+                if checkpoint is not None:
+                    checkpoint.filled, handle.checkpoint = True, None
                 try:
                     with gpu.mapped(staging, head + outputs.nbytes) as data:
                         meta = _as_meta(np.frombuffer(data, np.uint32, head // 4).reshape(-1, 4))
@@ -254,12 +260,12 @@ class WgpuExecutor(Executor):
                 except BaseException:
                     self._work.forget("staging")
                     raise
+            handle.meta = meta
         return meta
 
     def encode(
         self, plan: Plan, handle: WgpuState, encoder: Any, q: Any, k: Any, v: Any, out: Any
     ) -> None:
-        gpu = handle.gpu
         own_pass = isinstance(encoder, wgpu.GPUCommandEncoder)
         if not own_pass and not isinstance(encoder, wgpu.GPUComputePassEncoder):
             raise TypeError(
@@ -267,7 +273,7 @@ class WgpuExecutor(Executor):
                 f"got {type(encoder).__name__}"
             )
         given = {"q": q, "k": k, "v": v, "out": out}
-        with self._guarded(gpu):
+        with self._using(handle) as gpu:
             if encoder._device is not gpu.device:
                 raise ValueError(
                     "encoder must be of the engine's device: open the engine with that device"
@@ -279,19 +285,29 @@ class WgpuExecutor(Executor):
                     raise ValueError(f"out must be a buffer of its own, got that of {name}")
             pieces = list(self._pieces(plan, aligned=True))
             parts = [
-                {n: _part(b, sizes[n] // max(1, plan.rows), piece) for n, b in bound.items()}
+                {n: _part(b, sizes[n] // plan.rows, piece) for n, b in bound.items()}
                 for piece in pieces
             ]
             # Everything that can fail has to happen before the first command is recorded.
-            work = [
-                (self._program(plan, piece), self._bind_groups(handle, piece, part))
-                for piece, part in zip(pieces, parts, strict=True)
-            ]
-            compute = encoder.begin_compute_pass() if own_pass else encoder
-            for program, groups in work:
+            try:
+                work = [
+                    (self._program(plan, piece), self._bind_groups(handle, piece, part))
+                    for piece, part in zip(pieces, parts, strict=True)
+                ]
+            except wgpu.GPUError as fault:
+                raise ValueError(f"q, k, v and out must be buffers in being: {fault}") from fault
+            if not work:
+                return
+            try:
+                compute = encoder.begin_compute_pass() if own_pass else encoder
+                self._record(compute, *work[0])
+            except wgpu.GPUError as fault:
+                raise ValueError(f"encoder must be open for commands: {fault}") from fault
+            for program, groups in work[1:]:
                 self._record(compute, program, groups)
             if own_pass:
                 compute.end()
+            handle.meta = list(plan.meta_after(handle.meta))
 
     def _bound(self, name: str, given: Any, nbytes: int, gpu: Gpu) -> Bound:
         """What the caller named as a buffer: the buffer itself, or it and an offset in bytes."""
@@ -329,9 +345,10 @@ class WgpuExecutor(Executor):
         each = chunks[0].rows
         widths = [4 * x for x in (g.heads * g.head_dim, g.groups * g.head_dim)]
         widths += [4 * x for x in (g.heads * g.value_dim, g.groups * g.value_dim)]
-        fit = min(SUB_CHUNKS, max(1, self._gpu.largest_binding // (each * max(widths))))
+        most = self._largest(g) if aligned else min(self._largest(g), ARRAY_BUDGET)
+        fit = min(SUB_CHUNKS, max(1, most // (each * max(widths))))
         if aligned and fit < len(chunks):
-            step = UNIFORM_STRIDE
+            step = self._gpu.limits["min-storage-buffer-offset-alignment"]
             while fit > 1 and any(fit * each * width % step for width in widths):
                 fit -= 1
             if any(fit * each * width % step for width in widths):
@@ -400,35 +417,88 @@ class WgpuExecutor(Executor):
             )
         while len(handle.bind_groups) >= BOUND_SETS:
             handle.bind_groups.popitem(last=False)
-        # The buffers are kept with their groups, so that no other can come to have their id.
-        handle.bind_groups[key] = BoundSet(groups, tuple(b.buffer for b in resources.values()))
+        handle.keep(key, groups, {*(b.buffer for b in bound.values()), scratch, uniforms})
         return groups
 
     @contextmanager
-    def _guarded(self, gpu: Gpu) -> Iterator[None]:
+    def _guarded(self, gpu: Gpu) -> Iterator[Gpu]:
         """One thread at a time, on a device that is there; what a loss breaks says so."""
+        gpu.require_live()
         with self._lock:
-            gpu.require_live()
             try:
-                yield
+                yield gpu
             except Exception as fault:
                 if gpu.lost_by_now():
                     gpu.require_live(fault)
+                if isinstance(fault, wgpu.GPUError):
+                    raise RuntimeError(f"{gpu.name} refused the work: {fault}") from fault
                 raise
+
+    @contextmanager
+    def _using(self, handle: WgpuState) -> Iterator[Gpu]:
+        """Guarded, and a call that failed undone."""
+        with self._guarded(handle.gpu) as gpu:
+            if handle.undo is not None:
+                _undo(handle, handle.undo)
+            yield gpu
+
+
+def _undo(handle: WgpuState, checkpoint: Checkpoint) -> None:
+    """Go back to a checkpoint; can be done again when it was interrupted."""
+    if checkpoint.filled is None:
+        # Every row moves meta, so this tells on which side of the submission the interrupt came.
+        checkpoint.filled = _read_meta(handle) != checkpoint.meta
+    if checkpoint.filled:
+        _copy(handle.gpu, handle.geometry, checkpoint.buffers, handle.buffers)
+    handle.meta, handle.undo = checkpoint.meta, None
+
+
+def _read_meta(handle: WgpuState) -> Meta:
+    return _as_meta(_read(handle, state_buffers(handle.geometry)[:1])["meta"])
+
+
+def _read(handle: WgpuState, table: Sequence[Buffer]) -> dict[str, npt.NDArray[Any]]:
+    """Some buffers of a handle, as many at a time as one buffer has room for."""
+    gpu, room = handle.gpu, 0
+    parts: list[list[Buffer]] = []
+    for b in table:
+        if b.nbytes > room:
+            parts.append([])
+            room = gpu.largest_buffer
+        parts[-1].append(b)
+        room -= b.nbytes
+    arrays: dict[str, npt.NDArray[Any]] = {}
+    for part in parts:
+        staging = gpu.buffer(sum(b.nbytes for b in part), STAGING)
+        encoder = gpu.device.create_command_encoder()
+        at = 0
+        for b in part:
+            if b.nbytes:
+                encoder.copy_buffer_to_buffer(handle.buffers[b.name], 0, staging, at, b.nbytes)
+            at += b.nbytes
+        gpu.submit(encoder)
+        with gpu.mapped(staging, at) as data:
+            at = 0
+            for b in part:
+                array = np.empty(b.shape or (), b.dtype)
+                array.reshape(-1)[:] = np.frombuffer(data, b.dtype, array.size, at)
+                arrays[b.name] = array
+                at += b.nbytes
+    return arrays
 
 
 def _copy(gpu: Gpu, geometry: Geometry, source: Stored, target: Stored) -> None:
-    """Copy the buffers that the target has."""
+    """Copy the buffers that both have; a checkpoint lacks what no kernel writes."""
     encoder = gpu.device.create_command_encoder()
     _record_copy(encoder, geometry, source, target)
-    gpu.device.queue.submit([encoder.finish()])
+    gpu.submit(encoder)
 
 
 def _record_copy(
     encoder: wgpu.GPUCommandEncoder, geometry: Geometry, source: Stored, target: Stored
 ) -> None:
     for b in state_buffers(geometry):
-        if b.name in target and b.nbytes:
+        if b.nbytes and b.name in source and b.name in target:
             encoder.copy_buffer_to_buffer(source[b.name], 0, target[b.name], 0, b.nbytes)
 
 
