@@ -232,6 +232,7 @@ class Faulty(OwnKernels):
     label = "faulty WGSL"
 
     def __init__(self, fault: str | None = None) -> None:
+        super().__init__()
         self.number = 0 if fault is None else [*ALL_FAULTS].index(fault) + 1
         self.text = faulty_text()
         self.interface = parse(self.text)

@@ -11,7 +11,7 @@ import hashlib
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from importlib.resources import files
 from typing import NamedTuple
 
@@ -22,8 +22,9 @@ from o1core_wgpu.source import Source
 
 __all__ = ["GivenKernels", "KernelSet", "Launch", "OwnKernels"]
 
-UNIFORM_WORDS = 12
 FM = 1 << 8
+MAX_WORKGROUPS = 65535
+"""In one dimension, on every device."""
 
 
 class Launch(NamedTuple):
@@ -102,6 +103,8 @@ class OwnKernels(KernelSet):
     def __init__(self) -> None:
         self.text = files("o1core_wgpu").joinpath("kernels.wgsl").read_text("utf-8")
         self.interface = parse(self.text)
+        # Every call asks for it, and a long one takes many tries.
+        self._slab = lru_cache(maxsize=256)(self._largest_slab)
 
     def limits(self, g: Geometry) -> list[str]:
         if g.landmarks <= self.MAX_LANDMARKS:
@@ -120,12 +123,16 @@ class OwnKernels(KernelSet):
     def _padded(self, rows: int) -> int:
         return rows if rows < self.ROWS else _tiles(rows, self.ROWS) * self.ROWS
 
-    def _slab(self, g: Geometry, rows: int, budget: int) -> int:
+    def _largest_slab(self, g: Geometry, rows: int, budget: int) -> int:
         """Rows that are computed together: all of them, or whole blocks, or what fits."""
         fit = min(rows, self.MAX_SLAB)
-        while fit > 1 and 4 * self._floats(g, fit) > budget:
+        while fit > 1 and not self._fits(g, fit, budget):
             fit = (fit - 1) // self.BLOCK * self.BLOCK if fit > self.BLOCK else fit // 2
         return fit
+
+    def _fits(self, g: Geometry, rows: int, budget: int) -> bool:
+        most = max(max(grid) for _, grid in self._grids(g, rows))
+        return 4 * self._floats(g, rows) <= budget and most <= MAX_WORKGROUPS
 
     def scratch_bytes(self, g: Geometry, rows: int, budget: int) -> int:
         return 4 * self._floats(g, self._slab(g, rows, budget))
@@ -141,6 +148,10 @@ class OwnKernels(KernelSet):
 
     def _of_slab(self, g: Geometry, first_row: int, rows: int) -> list[Launch]:
         uniform = _uniform(g, first_row, rows)
+        return [Launch(entry_point, grid, uniform) for entry_point, grid in self._grids(g, rows)]
+
+    def _grids(self, g: Geometry, rows: int) -> list[tuple[str, tuple[int, int, int]]]:
+        """The launches of a slab: entry points and workgroups, as kernels.wgsl names them."""
         blocks = _tiles(rows + self.PADS, self.BLOCK)
         marks = g.heads_per_group * g.landmarks
         down = _tiles(g.heads_per_group * self._padded(rows), self.ROWS)
@@ -155,7 +166,7 @@ class OwnKernels(KernelSet):
                 ("o1b_far_sums", (wide, _tiles(marks, self.ROWS), blocks * g.groups)),
                 ("o1b_far_commit", (wide, marks, g.groups)),
             ]
-        grids = [
+        return [
             *far,
             ("o1b_attend_logits", (columns, down, g.groups)),
             ("o1b_attend_weights", (_tiles(rows, 4), g.heads_per_group, g.groups)),
@@ -163,7 +174,6 @@ class OwnKernels(KernelSet):
             ("o1b_ring_commit", (rows, g.groups, 1)),
             ("o1b_meta", (1, 1, 1)),
         ]
-        return [Launch(entry_point, grid, uniform) for entry_point, grid in grids]
 
 
 class GivenKernels(KernelSet):
