@@ -427,8 +427,9 @@ class Layer:
         batch lie side by side, `[rows, batch * heads, head_dim]`.
 
         The rows count as seen from this call on, so submit the encoder before the layer is used
-        otherwise; recording more rows, of this or of other layers, is fine. Values are not checked:
-        they must be finite, within section 8.
+        otherwise; recording more rows, of this or of other layers, is fine. Encoders must be
+        submitted in the order in which rows of a layer were recorded into them. Values are not
+        checked: they must be finite, within section 8.
 
         Raises TypeError or ValueError naming the argument, before anything is recorded;
         NotImplementedError for backends without encoders; RuntimeError for an exact-only layer,
@@ -443,6 +444,7 @@ class Layer:
                     f"this layer is exact-only until it has seen {self._config.seal_rows} rows "
                     f"(it has seen {at.rows_seen}): extend it with arrays until then"
                 )
+            self._executor.check_encode(at.geometry, rows, encoder, q, k, v, out)
             plan = Plan.build(at.geometry, rows)
             if reasons := self._executor.unsupported(plan):
                 raise BackendUnavailable(self._executor.name, reasons)

@@ -88,17 +88,24 @@ class Executor(ABC):
         device now holds, which the caller compares with `plan.meta_after`.
         """
 
+    def check_encode(
+        self, geometry: Geometry, rows: int, encoder: Any, q: Any, k: Any, v: Any, out: Any
+    ) -> None:
+        """Raise what is wrong with the arguments of `encode`, before rows are planned for."""
+        del geometry, rows, encoder, q, k, v, out
+        raise NotImplementedError(
+            f"backend {self.name} has no command encoders: extend the layer with arrays"
+        )
+
     def encode(
         self, plan: Plan, handle: Any, encoder: Any, q: Any, k: Any, v: Any, out: Any
     ) -> None:
         """Record the plan's dispatches into the host's encoder, on the host's buffers.
 
-        Nothing is waited for or read back. Whatever is wrong raises before anything is recorded.
+        Called after `check_encode`. Nothing is waited for or read back. Whatever is wrong raises
+        before anything is recorded.
         """
-        del plan, handle, encoder, q, k, v, out
-        raise NotImplementedError(
-            f"backend {self.name} has no command encoders: extend the layer with arrays"
-        )
+        self.check_encode(plan.geometry, plan.rows, encoder, q, k, v, out)
 
     def meta(self, handle: Any) -> Meta:
         """The meta that the device holds."""

@@ -146,6 +146,8 @@ def test_original_as_wgsl_file(original: Path, tmp_path: Path) -> None:
     path = put(tmp_path / "kernels.wgsl", text)
     assert load(path).is_original
     assert load(str(path)).text == text
+    # All that stands between the quotes, the newline after the first one too.
+    assert load(put(tmp_path / "quoted.wgsl", f"\n{text}")).is_original
 
 
 @pytest.mark.parametrize("as_rust", [False, True])

@@ -20,7 +20,7 @@ import wgpu
 import wgpu.backends.wgpu_native
 
 from o1core.errors import BackendUnavailable
-from o1core_wgpu.kernel_set import GivenKernels, KernelSet
+from o1core_wgpu.kernel_set import MAX_WORKGROUPS, GivenKernels, KernelSet
 
 __all__ = ["DeviceLostError", "Gpu", "open_gpu", "software_adapter"]
 
@@ -134,6 +134,7 @@ class Gpu:
             "max-dynamic-uniform-buffers-per-pipeline-layout": 1,
             "max-uniform-buffer-binding-size": UNIFORM_BYTES,
             "max-compute-invocations-per-workgroup": max(map(prod, sizes)),
+            "max-compute-workgroups-per-dimension": MAX_WORKGROUPS,
             **{
                 f"max-compute-workgroup-size-{axis}": max(extents)
                 for axis, extents in zip("xyz", zip(*sizes, strict=True), strict=True)

@@ -263,29 +263,43 @@ class WgpuExecutor(Executor):
             handle.meta = meta
         return meta
 
-    def encode(
-        self, plan: Plan, handle: WgpuState, encoder: Any, q: Any, k: Any, v: Any, out: Any
+    def check_encode(
+        self, geometry: Geometry, rows: int, encoder: Any, q: Any, k: Any, v: Any, out: Any
     ) -> None:
-        own_pass = isinstance(encoder, wgpu.GPUCommandEncoder)
-        if not own_pass and not isinstance(encoder, wgpu.GPUComputePassEncoder):
+        self._ranges(geometry, rows, encoder, {"q": q, "k": k, "v": v, "out": out})
+
+    def _ranges(
+        self, g: Geometry, rows: int, encoder: Any, given: Mapping[str, Any]
+    ) -> dict[str, Bound]:
+        """The buffers that the caller gave for rows, checked."""
+        self._gpu.require_live()
+        encoders = wgpu.GPUCommandEncoder, wgpu.GPUComputePassEncoder
+        if not isinstance(encoder, encoders):
             raise TypeError(
                 "encoder must be a wgpu.GPUCommandEncoder or a wgpu.GPUComputePassEncoder, "
                 f"got {type(encoder).__name__}"
             )
-        given = {"q": q, "k": k, "v": v, "out": out}
-        with self._using(handle) as gpu:
-            if encoder._device is not gpu.device:
-                raise ValueError(
-                    "encoder must be of the engine's device: open the engine with that device"
-                )
-            sizes = {b.name: b.nbytes for b in plan.buffers if b.name in given}
-            bound = {n: self._bound(n, x, sizes[n], gpu) for n, x in given.items()}
-            for name in ("q", "k", "v"):
-                if bound[name].buffer is bound["out"].buffer:
-                    raise ValueError(f"out must be a buffer of its own, got that of {name}")
+        if encoder._device is not self._gpu.device:
+            raise ValueError(
+                "encoder must be of the engine's device: open the engine with that device"
+            )
+        sizes = {b.name: b.nbytes for b in buffers(g, rows) if b.name in given}
+        bound = {n: self._bound(n, x, sizes[n], self._gpu) for n, x in given.items()}
+        for name in ("q", "k", "v"):
+            if bound[name].buffer is bound["out"].buffer:
+                raise ValueError(f"out must be a buffer of its own, got that of {name}")
+        return bound
+
+    def encode(
+        self, plan: Plan, handle: WgpuState, encoder: Any, q: Any, k: Any, v: Any, out: Any
+    ) -> None:
+        with self._using(handle):
+            given = {"q": q, "k": k, "v": v, "out": out}
+            bound = self._ranges(plan.geometry, plan.rows, encoder, given)
+            own_pass = isinstance(encoder, wgpu.GPUCommandEncoder)
             pieces = list(self._pieces(plan, aligned=True))
             parts = [
-                {n: _part(b, sizes[n] // plan.rows, piece) for n, b in bound.items()}
+                {n: _part(b, b.nbytes // plan.rows, piece) for n, b in bound.items()}
                 for piece in pieces
             ]
             # Everything that can fail has to happen before the first command is recorded.

@@ -20,7 +20,7 @@ from o1core.plan import MAX_SUB_CHUNK, Dispatch, Plan, SubChunk
 from o1core_wgpu.interface import Interface, parse
 from o1core_wgpu.source import Source
 
-__all__ = ["GivenKernels", "KernelSet", "Launch", "OwnKernels"]
+__all__ = ["MAX_WORKGROUPS", "GivenKernels", "KernelSet", "Launch", "OwnKernels"]
 
 FM = 1 << 8
 MAX_WORKGROUPS = 65535

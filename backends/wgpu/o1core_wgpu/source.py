@@ -90,7 +90,8 @@ def _kernels_of(path: Path) -> str:
     if strings:
         return strings[0]
     if "@compute" in text:
-        return text
+        # What stands between the quotes of a Rust source, saved as it is, begins with a newline.
+        return text.removeprefix("\n")
     raise ValueError(
         f"wgsl must name a file with WGSL kernels, or with o1b_far_e in a raw string, got {path} "
         "with neither"
@@ -155,8 +156,8 @@ def _find(wgsl: str | os.PathLike[str]) -> Path:
         found = _search((path,))
         if found is None:
             raise FileNotFoundError(
-                f"wgsl must name a folder with the kernels in a .rs file, got {path}, which has "
-                f"none in its first {MAX_FOLDERS:,} folders; name the file instead"
+                f"wgsl must name a folder with the kernels in a .rs file, got {path}, where none "
+                f"has them (at most {MAX_FOLDERS:,} folders are searched); name the file instead"
             )
         return found
     return path
