@@ -106,13 +106,19 @@ def open_auto(device: Any = None) -> tuple[Executor, str, list[str]]:
         except BackendUnavailable as fault:
             passed.append(str(fault))
             continue
+        except Exception as fault:
+            faults.append(str(_fault(kind.name, fault)))
+            continue
         if executor.software:
             passed.append(f"{kind.name} has only a software adapter ({executor.device})")
             executor.close()
             continue
         return executor, "; ".join([f"auto chose {kind.name}", *passed]), faults
     if wrong is not None:
-        raise wrong
+        # What each backend says of the device, one of which may be the reason that matters.
+        raise (TypeError if isinstance(wrong, TypeError) else ValueError)(
+            "; ".join(passed)
+        ) from wrong
     raise BackendUnavailable("auto", [*faults, *passed] or [_NOT_INSTALLED])
 
 

@@ -28,7 +28,6 @@ import numpy.typing as npt
 import pytest
 from conftest import ROOT, require_backend
 from support import SMALL, same_state, small_layer, small_rows
-from test_wgsl_source import TEXT
 
 import o1core
 from o1core.testing import Oracle, Rows, check_output, check_state, random_rows
@@ -273,6 +272,25 @@ def test_no_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
         o1core.O1Batch("wgpu", device=1.5)
 
 
+def test_a_driver_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> Any:
+        raise RuntimeError("armed")
+
+    monkeypatch.setattr(wgpu.gpu, "enumerate_adapters_sync", fails)
+    monkeypatch.setattr(device, "_adapters", device._adapters.__wrapped__)
+    with pytest.warns(o1core.BackendFallbackWarning, match="it failed with RuntimeError: armed"):
+        assert o1core.O1Batch("wgpu").backend == "numpy"
+    with pytest.warns(o1core.BackendFallbackWarning, match="auto passed over a broken backend: "):
+        assert o1core.O1Batch().backend == "numpy"
+
+
+def test_auto_says_why_a_device_is_none_for_it() -> None:
+    with pytest.raises(ValueError, match=r"wgpu: device must be None.*; numpy: device must be"):
+        o1core.O1Batch(device="no such adapter")
+    with pytest.raises(TypeError, match=r"wgpu: device must be None.*; numpy: device must be"):
+        o1core.O1Batch(device=1.5)
+
+
 def test_a_host_device_is_adopted(host: Host) -> None:
     gpu = gpu_of(host.engine)
     assert gpu.device is host.device
@@ -358,6 +376,8 @@ def test_a_file_that_is_not_there(wgsl: str, tmp_path: Path) -> None:
 
 def test_the_compiler_has_the_last_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A text with the right interface that is wrong inside."""
+    from test_wgsl_source import TEXT
+
     good, bad = tmp_path / "good.wgsl", tmp_path / "bad.wgsl"
     good.write_text(TEXT)
     bad.write_text(TEXT.replace("_ = b_meta[0];", "let x: f32 = b_meta[0];"))
@@ -466,7 +486,9 @@ def test_buffers_as_large_as_the_device_has(size: int) -> None:
     if size == 2**15:
         limited.engine.seal(*prompt, filling).state()
     else:
-        with pytest.raises(o1core.BackendUnavailable, match=r"at most 32,720 .* got 32,760"):
+        with pytest.raises(
+            o1core.BackendUnavailable, match=r"ring_k must have at most 32,752 .* 32,760"
+        ):
             limited.engine.seal(*prompt, filling)
 
 
@@ -814,18 +836,23 @@ class Interrupt:
         return made
 
 
+@pytest.fixture(scope="module")
+def undisturbed(engine: o1core.O1Batch) -> tuple[o1core.LayerState, Rows, list[bytes]]:
+    """A state, rows, and what calls of 37 and of 50 of them give."""
+    layer, rows = small_layer(engine)
+    return layer.state(), rows, [layer.fork().extend(*first(rows, n)).tobytes() for n in (37, 50)]
+
+
 @pytest.mark.parametrize(("kind", "name", "call", "when"), POINTS)
 def test_an_interrupted_call_changes_nothing(
-    engine: o1core.O1Batch,
+    undisturbed: tuple[o1core.LayerState, Rows, list[bytes]],
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
     name: str,
     call: int,
     when: str,
 ) -> None:
-    layer, rows = small_layer(engine)
-    before = layer.state()
-    want = [layer.fork().extend(*first(rows, n)).tobytes() for n in (37, 200)]
+    before, rows, want = undisturbed
     # On an engine of its own, so that there are buffers, bind groups and uniforms to make.
     fresh = o1core.O1Batch("wgpu", fallback=None)
     layer = fresh.load(before)
@@ -836,9 +863,44 @@ def test_an_interrupted_call_changes_nothing(
         assert interrupt.left <= 0
     assert layer.rows_seen == 80
     assert same_state(layer.state(), before)
-    for rows_of_call, bits in zip((37, 200), want, strict=True):
+    for rows_of_call, bits in zip((37, 50), want, strict=True):
         assert layer.fork().extend(*first(rows, rows_of_call)).tobytes() == bits
     assert layer.extend(*first(rows, 37)).tobytes() == want[0]
+
+
+@pytest.mark.parametrize("came", ["load", "extend", "encode", "fork", "restore", "undone"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_interrupted_in_the_submission_wherever_the_layer_came_from(
+    host: Host, monkeypatch: pytest.MonkeyPatch, came: str, when: str
+) -> None:
+    """Which side of the submission an interrupt came on shows in meta, if what it was is known."""
+    layer, rows = small_layer(host.engine)
+    early, late = first(rows, 70), first(rows, 130, 70)
+    snapshot = layer.snapshot()
+    if came != "load":
+        layer.extend(*early)
+    if came == "encode":
+        encoder = host.device.create_command_encoder()
+        layer.encode(encoder, *host.buffers(layer, early), 70)
+        host.submit(encoder)
+    elif came == "fork":
+        layer = layer.fork()
+    elif came == "restore":
+        layer.restore(snapshot)
+    elif came == "undone":
+        with monkeypatch.context() as patch:
+            Interrupt(patch, "GPUBuffer", "map_async", 1, "after")
+            with pytest.raises(KeyboardInterrupt):
+                layer.extend(*late)
+    before, want = layer.state(), layer.fork().extend(*late).tobytes()
+    # The buffers of its checkpoint come to the next call with what they held.
+    small_layer(host.engine, prompt=130)[0].extend(*early)
+    with monkeypatch.context() as patch:
+        Interrupt(patch, "GPUQueue", "submit", 1, when)
+        with pytest.raises(KeyboardInterrupt):
+            layer.extend(*late)
+    assert same_state(layer.state(), before)
+    assert layer.extend(*late).tobytes() == want
 
 
 @pytest.mark.parametrize("point", ["map_async", "finish", "submit"])
@@ -1031,10 +1093,7 @@ def lost_in_the_middle() -> None:
     """Destroyed right before, or right after, each kind of call that an extend makes."""
     patch = pytest.MonkeyPatch()
     for kind, name, when in (
-        ("GPUDevice", "create_command_encoder", "before"),
         ("GPUComputePassEncoder", "dispatch_workgroups", "after"),
-        ("GPUQueue", "write_buffer", "after"),
-        ("GPUCommandEncoder", "finish", "before"),
         ("GPUCommandEncoder", "finish", "after"),
         ("GPUQueue", "submit", "after"),
         ("GPUBuffer", "map_async", "after"),
@@ -1065,7 +1124,8 @@ def lost_in_the_middle() -> None:
 def lost_while_waiting() -> None:
     for pause in (0.0, 0.1):
         host = Host()
-        layer, rows = small_layer(host.engine, rows=2500)
+        layer, rows = small_layer(host.engine, rows=1500)
+        want = layer.fork().extend(*rows).tobytes()
         submitted = threading.Event()
         submit = native.GPUQueue.submit
 
@@ -1085,8 +1145,15 @@ def lost_while_waiting() -> None:
             submitted.clear()
             thread = threading.Thread(target=destroy)
             thread.start()
-            refused(partial(layer.extend, *rows), "lost", seconds=20)
+            start = time.monotonic()
+            try:
+                # A fast device may be through before it goes.
+                assert layer.extend(*rows).tobytes() == want
+            except RuntimeError as fault:
+                assert "lost" in str(fault)  # noqa: PT017
+            assert time.monotonic() - start < 20
             thread.join()
+            refused(layer.state, "lost")
         finally:
             native.GPUQueue.submit = submit
 
@@ -1129,7 +1196,7 @@ def open_in_a_fork() -> None:
         assert FORKED in opened.reason
         assert [FORKED in str(w.message) for w in caught] == ([True] if name == "wgpu" else [])
         layer, rows = small_layer(opened)
-        check_right(layer, small_rows(280), layer.extend(*rows))
+        layer.extend(*rows)
     refused(lambda: o1core.O1Batch("wgpu", fallback=None), FORKED, "spawn")
     reasons = {info.name: info.reasons for info in o1core.backends()}
     assert FORKED in reasons["wgpu"][0]
@@ -1190,6 +1257,8 @@ def fork_during_a_call() -> None:
     host = Host()
     layer, rows = small_layer(host.engine)
     state = layer.state()
+    beside = o1core.O1Batch(host.engine._executor)  # in no call itself
+    guest = beside.load(state)
     wait = device.Gpu.mapped
 
     def waiting(*arguments: Any) -> Any:
@@ -1212,6 +1281,8 @@ def fork_during_a_call() -> None:
                 refused(partial(x.extend, *rows), why, seconds=1)
                 refused(x.state, why, seconds=1)
             refused(partial(layer._engine.load, state), why, seconds=1)
+            for use in (partial(guest.extend, *rows), guest.state, partial(beside.load, state)):
+                refused(use, FORKED, seconds=1)
             layer._engine.close()
             with o1core.O1Batch("numpy") as new:
                 new.load(state).extend(*rows)

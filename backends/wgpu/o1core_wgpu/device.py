@@ -256,6 +256,7 @@ def open_gpu(device: Any = None) -> Gpu:
     """
     _claim()
     with _lock:
+        _expect_forks()
         if isinstance(device, wgpu.GPUDevice):
             gpu = _adopted.get(id(device))
             if gpu is None:
@@ -292,14 +293,19 @@ def _claim() -> None:
     """
     if _used_by - {os.getpid()}:
         raise BackendUnavailable("wgpu", [FORKED])
-    if not _used_by and hasattr(os, "register_at_fork"):
-        libc = ctypes.CDLL(None)
-        os.register_at_fork(after_in_child=lambda: _leave_alone(libc))
     _used_by.add(os.getpid())
 
 
+@cache
+def _expect_forks() -> None:
+    """Have processes that are forked from now on leave the devices of this one alone."""
+    if hasattr(os, "register_at_fork"):
+        libc = ctypes.CDLL(None)
+        os.register_at_fork(after_in_child=lambda: _leave_alone(libc))
+
+
 def _leave_alone(libc: Any) -> None:
-    """Make a forked process release nothing of its parent's GPU.
+    """In a forked process: release nothing of the parent's devices.
 
     The threads of the driver are not here, and releasing a device waits for them, as do the
     driver's handlers at exit. Where the C library can, exit therefore ends with Python's part.

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -126,8 +127,9 @@ class WgpuExecutor(Executor):
         reasons = [f"{x} ({self._kernels.label})" for x in self._kernels.limits(g)]
         # Calls are split into sub-chunks where they must be, so one decides.
         plan = Plan.build(g, min(MAX_SUB_CHUNK, *g.windows))
-        largest = self._largest(g)
+        largest = self._gpu.largest_binding
         sizes = {b.name: b.nbytes for b in plan.buffers if b.shape is not None}
+        sizes["out"] += sizes["meta"]  # they are read back in one buffer
         sizes["scratch"] = self._kernels.scratch_bytes(g, plan.rows, self._scratch_budget)
         reasons += [
             f"{name} must have at most {largest:,} bytes (the largest binding of {self.device}), "
@@ -148,7 +150,7 @@ class WgpuExecutor(Executor):
         return reasons
 
     def _largest(self, g: Geometry) -> int:
-        """Bytes that an array may have: as a binding, and behind meta when it is read back."""
+        """Bytes that an array of rows may have: as a binding, and read back behind meta."""
         return min(self._gpu.largest_binding, self._gpu.largest_buffer - 16 * g.groups)
 
     @property
@@ -266,15 +268,8 @@ class WgpuExecutor(Executor):
     def check_encode(
         self, geometry: Geometry, rows: int, encoder: Any, q: Any, k: Any, v: Any, out: Any
     ) -> None:
-        self._ranges(geometry, rows, encoder, {"q": q, "k": k, "v": v, "out": out})
-
-    def _ranges(
-        self, g: Geometry, rows: int, encoder: Any, given: Mapping[str, Any]
-    ) -> dict[str, Bound]:
-        """The buffers that the caller gave for rows, checked."""
         self._gpu.require_live()
-        encoders = wgpu.GPUCommandEncoder, wgpu.GPUComputePassEncoder
-        if not isinstance(encoder, encoders):
+        if not isinstance(encoder, (wgpu.GPUCommandEncoder, wgpu.GPUComputePassEncoder)):
             raise TypeError(
                 "encoder must be a wgpu.GPUCommandEncoder or a wgpu.GPUComputePassEncoder, "
                 f"got {type(encoder).__name__}"
@@ -283,19 +278,47 @@ class WgpuExecutor(Executor):
             raise ValueError(
                 "encoder must be of the engine's device: open the engine with that device"
             )
-        sizes = {b.name: b.nbytes for b in buffers(g, rows) if b.name in given}
-        bound = {n: self._bound(n, x, sizes[n], self._gpu) for n, x in given.items()}
+        given = {"q": q, "k": k, "v": v, "out": out}
+        for name, nbytes in row_bytes(geometry).items():
+            self._check_range(name, given[name], rows * nbytes)
         for name in ("q", "k", "v"):
-            if bound[name].buffer is bound["out"].buffer:
+            if _split(given[name])[0] is _split(out)[0]:
                 raise ValueError(f"out must be a buffer of its own, got that of {name}")
-        return bound
+
+    def _check_range(self, name: str, given: Any, nbytes: int) -> None:
+        """TypeError or ValueError unless the caller gave a buffer with room for so many bytes."""
+        gpu = self._gpu
+        buffer, offset = _split(given)
+        if not isinstance(buffer, wgpu.GPUBuffer):
+            raise TypeError(
+                f"{name} must be a wgpu.GPUBuffer, or a tuple of one and an offset in bytes, "
+                f"got {type(buffer).__name__}"
+            )
+        offset = integer(f"offset of {name}", offset, 0)
+        step = gpu.limits["min-storage-buffer-offset-alignment"]
+        if offset % step:
+            raise ValueError(f"offset of {name} must be a multiple of {step}, got {offset}")
+        if buffer._device is not gpu.device:
+            raise ValueError(f"{name} must be a buffer of the engine's device")
+        if not buffer.usage & wgpu.BufferUsage.STORAGE:
+            raise ValueError(f"{name} must have the usage STORAGE, got {buffer.usage:#x}")
+        if buffer.map_state != "unmapped":
+            raise ValueError(f"{name} must be unmapped, got {buffer.map_state}")
+        if offset + nbytes > buffer.size:
+            raise ValueError(
+                f"{name} must have {nbytes:,} bytes from offset {offset:,} on, "
+                f"got a buffer of {buffer.size:,}"
+            )
 
     def encode(
         self, plan: Plan, handle: WgpuState, encoder: Any, q: Any, k: Any, v: Any, out: Any
     ) -> None:
         with self._using(handle):
             given = {"q": q, "k": k, "v": v, "out": out}
-            bound = self._ranges(plan.geometry, plan.rows, encoder, given)
+            bound = {
+                name: Bound(*_split(given[name]), plan.rows * nbytes)
+                for name, nbytes in row_bytes(plan.geometry).items()
+            }
             own_pass = isinstance(encoder, wgpu.GPUCommandEncoder)
             pieces = list(self._pieces(plan, aligned=True))
             parts = [
@@ -322,31 +345,6 @@ class WgpuExecutor(Executor):
             if own_pass:
                 compute.end()
             handle.meta = list(plan.meta_after(handle.meta))
-
-    def _bound(self, name: str, given: Any, nbytes: int, gpu: Gpu) -> Bound:
-        """What the caller named as a buffer: the buffer itself, or it and an offset in bytes."""
-        buffer, offset = given if isinstance(given, tuple) and len(given) == 2 else (given, 0)
-        if not isinstance(buffer, wgpu.GPUBuffer):
-            raise TypeError(
-                f"{name} must be a wgpu.GPUBuffer, or a tuple of one and an offset in bytes, "
-                f"got {type(buffer).__name__}"
-            )
-        offset = integer(f"offset of {name}", offset, 0)
-        step = gpu.limits["min-storage-buffer-offset-alignment"]
-        if offset % step:
-            raise ValueError(f"offset of {name} must be a multiple of {step}, got {offset}")
-        if buffer._device is not gpu.device:
-            raise ValueError(f"{name} must be a buffer of the engine's device")
-        if not buffer.usage & wgpu.BufferUsage.STORAGE:
-            raise ValueError(f"{name} must have the usage STORAGE, got {buffer.usage:#x}")
-        if buffer.map_state != "unmapped":
-            raise ValueError(f"{name} must be unmapped, got {buffer.map_state}")
-        if offset + nbytes > buffer.size:
-            raise ValueError(
-                f"{name} must have {nbytes:,} bytes from offset {offset:,} on, "
-                f"got a buffer of {buffer.size:,}"
-            )
-        return Bound(buffer, offset, nbytes)
 
     def _pieces(self, plan: Plan, *, aligned: bool = False) -> Iterator[Piece]:
         """The plan in submissions: so many sub-chunks that every array fits in one binding.
@@ -455,6 +453,17 @@ class WgpuExecutor(Executor):
             if handle.undo is not None:
                 _undo(handle, handle.undo)
             yield gpu
+
+
+@lru_cache(maxsize=64)
+def row_bytes(g: Geometry) -> dict[str, int]:
+    """Bytes of one row of q, k, v and out."""
+    return {b.name: b.nbytes for b in buffers(g, 1) if b.name in ("q", "k", "v", "out")}
+
+
+def _split(given: Any) -> tuple[Any, int]:
+    """What a caller names as a buffer: the buffer itself, or it and an offset in bytes."""
+    return given if isinstance(given, tuple) and len(given) == 2 else (given, 0)
 
 
 def _undo(handle: WgpuState, checkpoint: Checkpoint) -> None:
