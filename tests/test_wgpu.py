@@ -796,12 +796,12 @@ POINTS = [
     (kind, name, call, when)
     for kind, name, calls in (
         ("GPUDevice", "create_command_encoder", 1),
-        ("GPUDevice", "create_bind_group", 2),
-        ("GPUDevice", "create_buffer", 2),
-        ("GPUCommandEncoder", "copy_buffer_to_buffer", 3),
-        ("GPUComputePassEncoder", "dispatch_workgroups", 2),
+        ("GPUDevice", "create_bind_group", 1),
+        ("GPUDevice", "create_buffer", 1),
+        ("GPUCommandEncoder", "copy_buffer_to_buffer", 1),
+        ("GPUComputePassEncoder", "dispatch_workgroups", 1),
         ("GPUCommandEncoder", "finish", 1),
-        ("GPUQueue", "write_buffer", 4),
+        ("GPUQueue", "write_buffer", 2),
         ("GPUQueue", "submit", 1),
         ("GPUBuffer", "map_async", 1),
         ("GPUPromise", "sync_wait", 1),

@@ -798,7 +798,7 @@ def test_search_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source, "MAX_FOLDERS", 4)
     assert load(tmp_path).text == TEXT
     monkeypatch.setattr(source, "MAX_FOLDERS", 3)
-    with pytest.raises(FileNotFoundError, match="in its first 3 folders; name the file instead"):
+    with pytest.raises(FileNotFoundError, match="at most 3 folders are searched"):
         load(tmp_path)
 
 
