@@ -367,8 +367,7 @@ class Layer:
             sealed = _sealed_geometry(self._config, before.geometry, self._batch)
             plans.append(Plan.build(sealed, rows - first))
         for plan in plans:
-            if reasons := self._executor.unsupported(plan):
-                raise BackendUnavailable(self._executor.name, reasons)
+            self._require_supported(plan)
         out = np.empty((rows, before.geometry.heads, before.geometry.value_dim), np.float32)
         checkpoint = self._executor.checkpoint(before.handle, plans)
         try:
@@ -389,6 +388,10 @@ class Layer:
             self._executor.rollback(before.handle, checkpoint)
             raise
         return result
+
+    def _require_supported(self, plan: Plan) -> None:
+        if reasons := self._executor.unsupported(plan):
+            raise BackendUnavailable(self._executor.name, reasons)
 
     def _run(self, plan: Plan, at: _Standing, q: F32, k: F32, v: F32, out: F32) -> _Standing:
         """One plan from one standing to the next, checked against the meta it predicts."""
@@ -446,8 +449,7 @@ class Layer:
                 )
             self._executor.check_encode(at.geometry, rows, encoder, q, k, v, out)
             plan = Plan.build(at.geometry, rows)
-            if reasons := self._executor.unsupported(plan):
-                raise BackendUnavailable(self._executor.name, reasons)
+            self._require_supported(plan)
             meta = plan.meta_after(at.meta)
             self._executor.encode(plan, at.handle, encoder, q, k, v, out)
             if rows:
