@@ -20,9 +20,12 @@ __all__ = [
     "MAX_KEY",
     "MAX_VALUE",
     "ROW_LIMITS",
+    "UNCHECKED",
     "as_float32",
     "as_host_array",
+    "bad_row",
     "integer",
+    "not_finite",
     "real",
     "require_finite",
 ]
@@ -31,6 +34,7 @@ F32 = npt.NDArray[np.float32]
 MAX_KEY = 2.0**48
 MAX_VALUE = 2.0**96
 ROW_LIMITS = {"q": MAX_KEY, "k": MAX_KEY, "v": MAX_VALUE}
+UNCHECKED = " (check_finite=False skips this check)"
 FLOATS = frozenset((np.float16, np.float32, np.float64))
 
 
@@ -132,12 +136,31 @@ def require_finite(
         if -limit <= float(array.min()) and float(array.max()) <= limit:
             return
         bad = ~(np.abs(array.astype(np.float64)) <= limit)
-    where = np.argwhere(bad)[0]
-    found = float(array[tuple(where)])
+    where = tuple(int(i) for i in np.argwhere(bad)[0])
+    raise bad_row(name, where, float(array[where]), limit, row_axis=row_axis, way_out=way_out)
+
+
+def bad_row(
+    name: str,
+    where: Sequence[int],
+    found: float,
+    limit: float,
+    *,
+    row_axis: int = 0,
+    way_out: str = UNCHECKED,
+) -> ValueError:
+    """The error for a number that is not finite, or beyond its limit."""
     rule = "finite" if not math.isfinite(found) else f"at most {limit:.3g} in magnitude"
-    raise ValueError(
-        f"{name} must be {rule}: row {where[row_axis]} holds {found} "
-        f"at index {tuple(int(i) for i in where)}{way_out}"
+    return ValueError(
+        f"{name} must be {rule}: row {where[row_axis]} holds {found} at index {(*where,)}{way_out}"
+    )
+
+
+def not_finite(backend: str) -> RuntimeError:
+    """What a backend did wrong that gives NaN or infinity for rows that are finite."""
+    return RuntimeError(
+        f"backend {backend} returned NaN or infinity for finite rows; "
+        "the layer is as it was before the call"
     )
 
 

@@ -7,9 +7,10 @@ import sys
 import threading
 import warnings
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -18,16 +19,18 @@ from o1core import registry
 from o1core.checks import (
     F32,
     ROW_LIMITS,
+    UNCHECKED,
     as_float32,
     as_host_array,
     integer,
+    not_finite,
     require_finite,
     shape_error,
 )
 from o1core.config import MAX_ROWS, Config, Geometry
 from o1core.errors import BackendFallbackWarning, BackendUnavailable, UnknownBackend
-from o1core.executor import Executor
-from o1core.layout import GroupMeta, state_buffers
+from o1core.executor import DeviceRows, Executor
+from o1core.layout import GroupMeta, Meta, state_buffers
 from o1core.plan import Plan
 from o1core.seal import seal
 from o1core.state import LayerState, state_from_buffers
@@ -132,7 +135,8 @@ class O1Batch:
         config = Config() if config is None else config
         if not isinstance(config, Config):
             raise TypeError(f"config must be a Config, got {type(config).__name__}")
-        arrays = _host_arrays(q, k, v)
+        on_device = self._executor.device_rows({"q": q, "k": k, "v": v})
+        arrays = _host_arrays(q, k, v) if on_device is None else on_device.to_host()
         geometry, batch = _prompt_geometry(arrays, config)
         rows = _fold(arrays, batch, check_finite)
         return self.load(seal(*rows, config, geometry, batch))
@@ -313,25 +317,69 @@ class Layer:
         """What this layer really runs on."""
         return self._executor.device
 
-    def extend(self, q: Any, k: Any, v: Any, *, check_finite: bool = True) -> F32:
+    @overload
+    def extend(
+        self,
+        q: npt.NDArray[Any],
+        k: npt.NDArray[Any],
+        v: npt.NDArray[Any],
+        *,
+        check_finite: bool = ...,
+    ) -> F32: ...
+
+    @overload
+    def extend(self, q: Any, k: Any, v: Any, *, check_finite: bool = ...) -> Any: ...
+
+    def extend(self, q: Any, k: Any, v: Any, *, check_finite: bool = True) -> Any:
         """Attention of the next rows; the state moves past them (docs/operator.md sections 3-5).
 
         q `[rows, heads, head_dim]`, k `[rows, groups, head_dim]`, v `[rows, groups, value_dim]`
         with any number of rows, also none; with a leading batch axis if the layer has one. Inputs
-        as for `O1Batch.seal`. Returns `[rows, heads, value_dim]` float32, batch axis in front.
+        as for `O1Batch.seal`. Returns `[rows, heads, value_dim]` float32, batch axis in front: a
+        numpy array, or one of the kind of q if the backend takes that where it lies, on its device
+        (backend taichi: torch's CUDA tensors, arrays of the language).
 
         Raises TypeError or ValueError naming argument, rule and value; RuntimeError when the
         backend fails. After any exception the state is bit for bit what it was before the call.
         """
+        on_device = self._executor.device_rows({"q": q, "k": k, "v": v})
+        if on_device is not None:
+            return self._extend_on_device(on_device, check_finite)
         arrays = _host_arrays(q, k, v)
-        self._check_shapes(arrays)
+        self._check_shapes({name: array.shape for name, array in arrays.items()})
         rows = _fold(arrays, self._batch, check_finite)
         with self._engine._lock:
             self._engine._require_open()
             self._settle()
             return self._advance(*rows, check_finite)
 
-    def _check_shapes(self, arrays: dict[str, npt.NDArray[Any]]) -> None:
+    def _extend_on_device(self, rows: DeviceRows, check_finite: bool) -> Any:
+        """`extend` on arrays of the device; an exact-only layer keeps its rows on the host."""
+        self._check_shapes(rows.shapes)
+        with self._engine._lock:
+            self._engine._require_open()
+            self._settle()
+            before = self._at
+            if before.prompt_q is not None:
+                folded = _fold(rows.to_host(), self._batch, check_finite)
+                return rows.from_host(self._advance(*folded, check_finite))
+            plan = Plan.build(before.geometry, rows.shapes["q"][0 if self._batch is None else 1])
+            self._require_supported(plan)
+            want = plan.meta_after(before.meta)
+            checkpoint = self._executor.checkpoint(before.handle, [plan])
+            try:
+                limits = ROW_LIMITS if check_finite else None
+                got, out = rows.run(plan, before.handle, self._batch, limits)
+                if got is not None:
+                    self._require_meta(plan, want, got)
+                self._at = replace(before, meta=want)
+            except BaseException:
+                self._at = before
+                self._executor.rollback(before.handle, checkpoint)
+                raise
+            return out
+
+    def _check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         g, sequences = self._at.geometry, self._batch or 1
         groups = g.groups // sequences
         want: dict[str, tuple[int, int]] = {
@@ -339,20 +387,19 @@ class Layer:
             "k": (groups, g.head_dim),
             "v": (groups, g.value_dim),
         }
-        for name, array in arrays.items():
+        for name, shape in shapes.items():
             lead: tuple[int | str, ...] = ("rows",) if self._batch is None else (sequences, "rows")
             rows_axis = len(lead) - 1
             full = (*lead, *want[name])
-            fits = array.ndim == len(full) and all(
-                isinstance(size, str) or size == got
-                for size, got in zip(full, array.shape, strict=True)
+            fits = len(shape) == len(full) and all(
+                isinstance(size, str) or size == got for size, got in zip(full, shape, strict=True)
             )
             if not fits:
-                raise shape_error(name, array.shape, full)
-            if array.shape[rows_axis] != arrays["q"].shape[rows_axis]:
+                raise shape_error(name, shape, full)
+            if shape[rows_axis] != shapes["q"][rows_axis]:
                 raise ValueError(
-                    f"{name} must have as many rows as q, {arrays['q'].shape[rows_axis]}, "
-                    f"got {array.shape[rows_axis]}"
+                    f"{name} must have as many rows as q, {shapes['q'][rows_axis]}, "
+                    f"got {shape[rows_axis]}"
                 )
 
     def _advance(self, q: F32, k: F32, v: F32, check_finite: bool) -> F32:
@@ -377,10 +424,7 @@ class Layer:
                 if first < rows:
                     at = self._run(plans[1], at, q[first:], k[first:], v[first:], out[first:])
             if check_finite and not _all_finite(out):
-                raise RuntimeError(
-                    f"backend {self.backend} returned NaN or infinity for finite rows; "
-                    "the layer is as it was before the call"
-                )
+                raise not_finite(self.backend)
             result = _unfold(out, self._batch)
             self._at = at
         except BaseException:
@@ -398,16 +442,17 @@ class Layer:
         if plan.rows == 0:
             return at
         want = plan.meta_after(at.meta)
-        got = tuple(
-            GroupMeta(*group) for group in self._executor.run(plan, at.handle, q, k, v, out)
-        )
+        self._require_meta(plan, want, self._executor.run(plan, at.handle, q, k, v, out))
+        prompt_q = None if at.prompt_q is None else np.concatenate((at.prompt_q, q))
+        return _Standing(at.geometry, at.handle, want, prompt_q)
+
+    def _require_meta(self, plan: Plan, want: tuple[GroupMeta, ...], meta: Meta) -> None:
+        got = tuple(GroupMeta(*group) for group in meta)
         if got != want:
             raise RuntimeError(
                 f"backend {self.backend} holds meta {got} after {plan.rows} rows where the plan "
                 f"predicts {want}; the layer is as it was before the call"
             )
-        prompt_q = None if at.prompt_q is None else np.concatenate((at.prompt_q, q))
-        return _Standing(at.geometry, at.handle, want, prompt_q)
 
     def _seal(self, at: _Standing) -> _Standing:
         """The standing of an exact-only layer that has seen enough rows."""
@@ -623,7 +668,7 @@ def _fold(
                     array,
                     ROW_LIMITS[name],
                     row_axis=0 if batch is None else 1,
-                    way_out=" (check_finite=False skips this check)",
+                    way_out=UNCHECKED,
                 )
             if batch is None:
                 folded.append(as_float32(array))

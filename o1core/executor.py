@@ -13,9 +13,39 @@ from o1core.config import Geometry
 from o1core.layout import GroupMeta, Meta
 from o1core.plan import Plan
 
-__all__ = ["Executor"]
+__all__ = ["DeviceRows", "Executor"]
 
 Buffers = Mapping[str, npt.NDArray[Any]]
+
+
+class DeviceRows(ABC):
+    """q, k and v of one call that lie on an executor's device already, and the output they get.
+
+    For executors that take arrays of the device from hosts (`Executor.device_rows`). `shapes` are
+    those of the caller's arrays.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+
+    @abstractmethod
+    def to_host(self) -> dict[str, npt.NDArray[Any]]:
+        """The rows as host arrays."""
+
+    @abstractmethod
+    def from_host(self, out: F32) -> Any:
+        """An array of the host as one of the kind that the caller passed, on the device."""
+
+    @abstractmethod
+    def run(
+        self, plan: Plan, handle: Any, batch: int | None, limits: Mapping[str, float] | None
+    ) -> tuple[Meta | None, Any]:
+        """Run the plan on these rows: the meta the device holds, the output as the caller gets it.
+
+        With limits, every `|q|`, `|k|` and `|v|` must be within its own (`o1core.checks.bad_row`
+        says which is not), and the output finite (`not_finite`). Without them nothing is checked
+        or waited for, and the meta is None. The handle may have advanced when this raises; the
+        caller rolls it back.
+        """
 
 
 class Executor(ABC):
@@ -106,6 +136,14 @@ class Executor(ABC):
         before anything is recorded.
         """
         self.check_encode(plan.geometry, plan.rows, encoder, q, k, v, out)
+
+    def device_rows(self, values: Mapping[str, Any]) -> DeviceRows | None:
+        """q, k and v where they are on this executor's device, None if they are of the host.
+
+        TypeError or ValueError when only some are, or when they cannot be taken as they are.
+        """
+        del values
+        return None
 
     def meta(self, handle: Any) -> Meta:
         """The meta that the device holds."""

@@ -19,9 +19,8 @@ log = logging.getLogger(__name__)
 
 GROUP = "o1core.backends"
 
-PLANNED = {
-    "taichi": "this version of o1core has no taichi backend yet",
-}
+PLANNED: dict[str, str] = {}
+"""Backends that a later version is to have, and what to say of them until then."""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,9 @@ ROOT = Path(__file__).resolve().parent.parent
 SHARED = Path(os.environ.get("O1CORE_SHARED", ROOT.parent / "shared"))
 REQUIRED = [name for name in os.environ.get("O1CORE_REQUIRE", "").split(",") if name]
 
+# The arch of the column "taichi", of which a process has one: vulkan, cuda and metal are run apart.
+TAICHI_ARCH = os.environ.get("O1CORE_TAICHI_ARCH", "cpu")
+
 # Whose kernels the column ORIGINAL runs; elsewhere the variable must not replace o1core's own.
 WGSL = os.environ.pop("O1CORE_WGSL", "")
 
@@ -62,8 +65,9 @@ def engine(backend: str, request: pytest.FixtureRequest) -> Iterator[o1core.O1Ba
     name, options = backend, {}
     if backend == ORIGINAL:
         name, options = "wgpu", {"wgsl": request.getfixturevalue("original_wgsl")}
-    with o1core.O1Batch(name, fallback=None, **options) as opened:
-        if backend != "numpy":
+    device = TAICHI_ARCH if backend == "taichi" else None
+    with o1core.O1Batch(name, fallback=None, device=device, **options) as opened:
+        if name == "wgpu":
             mine = "original WGSL, byte for byte" if backend == ORIGINAL else "o1core's own WGSL"
             assert mine in opened.reason
         yield opened
@@ -102,7 +106,7 @@ def shared() -> Path:
 def poisoned_memory(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """New float memory holds NaN, so whatever is read before it is written shows.
 
-    On a GPU this is also put, before every run, into what its calls share.
+    On a device this is also put, before every run, into what its calls share.
     """
     empty = np.empty
 
@@ -113,7 +117,9 @@ def poisoned_memory(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return array
 
     monkeypatch.setattr(np, "empty", poisoned)
-    if backend != "numpy":
+    if backend == "taichi":
+        poison_taichi(monkeypatch)
+    elif backend != "numpy":
         poison_gpu(monkeypatch)
 
 
@@ -140,17 +146,39 @@ def poison_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WgpuExecutor, "run", run_poisoned)
 
 
+def poison_taichi(monkeypatch: pytest.MonkeyPatch) -> None:
+    from o1core_taichi import TaichiExecutor
+    from o1core_taichi.language import ti
+    from o1core_taichi.runtime import Runtime
+
+    make, launch = Runtime.array, TaichiExecutor.launch
+
+    def poisoned(runtime: Runtime, dtype: Any, shape: Any) -> Any:
+        array = make(runtime, dtype, shape)
+        if dtype == ti.f32:
+            array.fill(np.nan)
+        return array
+
+    def launch_poisoned(executor: TaichiExecutor, *arguments: Any) -> None:
+        for scratch in executor._scratch.values():
+            scratch.array.fill(np.nan)
+        launch(executor, *arguments)
+
+    monkeypatch.setattr(Runtime, "array", poisoned)
+    monkeypatch.setattr(TaichiExecutor, "launch", launch_poisoned)
+
+
 @pytest.fixture
 def no_auto_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What "auto" takes does not depend on the machine: never wgpu, which can still be named."""
+    """What "auto" takes does not depend on the machine: never a GPU, which can still be named."""
     entries, open_auto = registry._entries, registry.open_auto
 
-    def without_wgpu() -> Any:
-        return {name: entry for name, entry in entries().items() if name != "wgpu"}
+    def without_gpus() -> Any:
+        return {n: entry for n, entry in entries().items() if n not in ("wgpu", "taichi")}
 
     def choose(device: Any = None) -> Any:
         with monkeypatch.context() as patch:
-            patch.setattr(registry, "_entries", without_wgpu)
+            patch.setattr(registry, "_entries", without_gpus)
             return open_auto(device)
 
     monkeypatch.setattr(registry, "open_auto", choose)

@@ -15,7 +15,7 @@ from o1core.testing import Rows, cases, random_rows
 
 # Columns of the matrix ------------------------------------------------------------------------
 
-BACKENDS = ("numpy", "wgpu")
+BACKENDS = ("numpy", "wgpu", "taichi")
 ORIGINAL = "wgpu-original"
 """The backend wgpu with the kernels of the upstream engine, unmodified."""
 

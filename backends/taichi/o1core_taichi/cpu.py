@@ -1,0 +1,272 @@
+"""The matrix products on CPUs: rows in parallel, and inner loops over neighbouring numbers.
+
+Sixteen sums side by side let the compiler use vector registers, which it may not for a single one,
+since that would change its order.
+"""
+
+from o1core_taichi.common import (
+    BLOCK,
+    TILE,
+    decay,
+    end_of,
+    far_logits_at,
+    far_peaks_at,
+    gone,
+    gone_by,
+    head_rows,
+    k_landmark_at,
+    make_row_weights,
+    numerator_at,
+    ring_k_at,
+    ring_of,
+    ring_v_at,
+    sink_k_at,
+    sink_v_at,
+    sizes_of,
+    slot_of,
+    start_of,
+    weights_at,
+)
+from o1core_taichi.language import ti
+
+WIDTH = 16
+"""Sums side by side."""
+
+row_weights = make_row_weights(1)
+
+
+@ti.func
+def element(array: ti.template(), at: ti.i32, head: ti.i32, t: ti.i32) -> ti.f32:
+    """Of an array whose rows begin at `at`, or of rows of the caller's."""
+    x = 0.0
+    if ti.static(len(array.shape) == 3):  # noqa: SIM108 - the other does not compile
+        x = array[at, head, t]
+    else:
+        x = array[at + t]
+    return x
+
+
+@ti.func
+def dot(
+    a: ti.template(),
+    a_at: ti.i32,
+    a_head: ti.i32,
+    b: ti.template(),
+    b_at: ti.i32,
+    b_head: ti.i32,
+    width: ti.i32,
+) -> ti.f32:
+    sums = ti.Vector.zero(ti.f32, WIDTH)
+    for j in range(width // WIDTH):
+        for x in ti.static(range(WIDTH)):
+            t = j * WIDTH + x
+            sums[x] += element(a, a_at, a_head, t) * element(b, b_at, b_head, t)
+    total = sums.sum()
+    for t in range(width // WIDTH * WIDTH, width):
+        total += element(a, a_at, a_head, t) * element(b, b_at, b_head, t)
+    return total
+
+
+@ti.func
+def far_e(
+    count: ti.template(),
+    sizes: ti.template(),
+    meta: ti.template(),
+    state: ti.template(),
+    sealed: ti.template(),
+    scratch: ti.template(),
+    k: ti.template(),
+    first_row: ti.i32,
+    rows: ti.i32,
+):
+    """Landmark logits of the keys that the call evicts."""
+    for x in range(count):
+        g = sizes_of(sizes)
+        group = x // g.landmark_rows
+        ring = ring_of(meta, g, group)
+        query = g.q_landmarks + x * g.head_dim
+        to = far_logits_at(g, x)
+        end = gone_by(ring, rows)
+        for key in range(ti.min(end, ring.length)):
+            at = ring_k_at(g, group, slot_of(ring, key))
+            scratch[to + key] = dot(sealed, query, 0, state, at, 0, g.head_dim) * g.scale
+        for key in range(ring.length, ti.max(end, ring.length)):
+            row = first_row + key - ring.length
+            scratch[to + key] = dot(sealed, query, 0, k, row, group, g.head_dim) * g.scale
+
+
+@ti.func
+def far_sums(
+    count: ti.template(),
+    sizes: ti.template(),
+    meta: ti.template(),
+    state: ti.template(),
+    scratch: ti.template(),
+    v: ti.template(),
+    first_row: ti.i32,
+    rows: ti.i32,
+):
+    """The numerator that each block adds."""
+    for x in range(count):
+        g = sizes_of(sizes)
+        group = x // g.landmark_rows
+        ring = ring_of(meta, g, group)
+        all_gone = gone_by(ring, rows)
+        for block in range((all_gone + BLOCK - 1) // BLOCK):
+            to = numerator_at(g, block, x)
+            end = ti.min(all_gone, (block + 1) * BLOCK)
+            peak = scratch[far_peaks_at(g, x) + end - 1]
+            for t in range(g.value_dim):
+                scratch[to + t] = 0.0
+            for key in range(block * BLOCK, end):
+                weight = decay(scratch[far_logits_at(g, x) + key] - peak)
+                if key < ring.length:
+                    at = ring_v_at(g, group, slot_of(ring, key))
+                    for t in range(g.value_dim):
+                        scratch[to + t] += weight * state[at + t]
+                else:
+                    row = first_row + key - ring.length
+                    for t in range(g.value_dim):
+                        scratch[to + t] += weight * v[row, group, t]
+
+
+@ti.func
+def attend_logits(
+    count: ti.template(),
+    sizes: ti.template(),
+    meta: ti.template(),
+    state: ti.template(),
+    sealed: ti.template(),
+    scratch: ti.template(),
+    q: ti.template(),
+    k: ti.template(),
+    first_row: ti.i32,
+    rows: ti.i32,
+):
+    """Logits of the rows with sinks, with the keys of their window, and with landmark keys."""
+    for i in range(count):
+        g = sizes_of(sizes)
+        row = i % rows
+        head = i // rows
+        group = head // g.heads
+        query = head % g.heads * head_rows(rows) + row
+        tile = query // TILE
+        to = weights_at(g, group, query, rows)
+        ring = ring_of(meta, g, group)
+        evicted = gone(ring, row)
+        q_row = first_row + row
+        for c in range(g.sinks):
+            at = sink_k_at(g, group, c)
+            scratch[to + c] = dot(q, q_row, head, sealed, at, 0, g.head_dim) * g.scale
+        near = to + g.sinks - start_of(ring, tile, rows)
+        for key in range(evicted, ti.max(evicted, ring.length)):
+            at = ring_k_at(g, group, slot_of(ring, key))
+            scratch[near + key] = dot(q, q_row, head, state, at, 0, g.head_dim) * g.scale
+        for key in range(ti.max(evicted, ring.length), ring.length + row + 1):
+            k_row = first_row + key - ring.length
+            scratch[near + key] = dot(q, q_row, head, k, k_row, group, g.head_dim) * g.scale
+        if evicted > 0:
+            end = to + end_of(g, ring, tile, rows)
+            for b in range(g.landmarks):
+                at = k_landmark_at(g, group, b)
+                scratch[end + b] = dot(q, q_row, head, sealed, at, 0, g.head_dim) * g.scale
+
+
+@ti.func
+def attend_weights(
+    count: ti.template(),
+    sizes: ti.template(),
+    meta: ti.template(),
+    sealed: ti.template(),
+    scratch: ti.template(),
+    rows: ti.i32,
+):
+    """Logits of the rows become the weights of their values."""
+    for i in range(count):
+        g = sizes_of(sizes)
+        row = i % rows
+        store = g.landmark_store + i * 3 * g.landmarks
+        row_weights(
+            g, meta, sealed, scratch, scratch, scratch, store, 0, 0, i // rows, row, row, 1, rows
+        )
+
+
+@ti.func
+def weighted(
+    g: ti.template(),
+    ring: ti.template(),
+    state: ti.template(),
+    sealed: ti.template(),
+    scratch: ti.template(),
+    v: ti.template(),
+    head: ti.i32,
+    row: ti.i32,
+    first_row: ti.i32,
+    rows: ti.i32,
+    t: ti.i32,
+    width: ti.template(),
+):
+    """So many neighbouring elements of a row's result, from t on."""
+    group = head // g.heads
+    query = head % g.heads * head_rows(rows) + row
+    tile = query // TILE
+    at = weights_at(g, group, query, rows)
+    start = start_of(ring, tile, rows)
+    near = at + g.sinks - start
+    sums = ti.Vector.zero(ti.f32, width)
+    for c in range(g.sinks):
+        weight = scratch[at + c]
+        value = sink_v_at(g, group, c) + t
+        for x in ti.static(range(width)):
+            sums[x] += weight * sealed[value + x]
+    for key in range(start, ti.max(start, ring.length)):
+        weight = scratch[near + key]
+        value = ring_v_at(g, group, slot_of(ring, key)) + t
+        for x in ti.static(range(width)):
+            sums[x] += weight * state[value + x]
+    for key in range(ti.max(start, ring.length), ring.length + row + 1):
+        weight = scratch[near + key]
+        v_row = first_row + key - ring.length
+        for x in ti.static(range(width)):
+            sums[x] += weight * v[v_row, group, t + x]
+    # Before the first key is evicted there are no far numerators.
+    if gone(ring, row) > 0:
+        end = at + end_of(g, ring, tile, rows)
+        for b in range(g.landmarks):
+            weight = scratch[end + b]
+            value = numerator_at(g, start // BLOCK, head * g.landmarks + b) + t
+            for x in ti.static(range(width)):
+                sums[x] += weight * scratch[value + x]
+    return sums
+
+
+@ti.func
+def attend(
+    count: ti.template(),
+    sizes: ti.template(),
+    meta: ti.template(),
+    state: ti.template(),
+    sealed: ti.template(),
+    scratch: ti.template(),
+    v: ti.template(),
+    out: ti.template(),
+    first_row: ti.i32,
+    rows: ti.i32,
+):
+    """Weights times values."""
+    for i in range(count):
+        g = sizes_of(sizes)
+        row = i % rows
+        head = i // rows
+        ring = ring_of(meta, g, head // g.heads)
+        to = first_row + row
+        for j in range(g.value_dim // WIDTH):
+            t = j * WIDTH
+            sums = weighted(
+                g, ring, state, sealed, scratch, v, head, row, first_row, rows, t, WIDTH
+            )
+            for x in ti.static(range(WIDTH)):
+                out[to, head, t + x] = sums[x]
+        for t in range(g.value_dim // WIDTH * WIDTH, g.value_dim):
+            one = weighted(g, ring, state, sealed, scratch, v, head, row, first_row, rows, t, 1)
+            out[to, head, t] = one[0]

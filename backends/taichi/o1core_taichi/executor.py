@@ -1,0 +1,376 @@
+"""The Taichi executor: a call as one kernel launch, states as arrays of the language's runtime."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from o1core.checks import F32
+from o1core.config import Geometry
+from o1core.executor import Buffers, DeviceRows, Executor
+from o1core.layout import GroupMeta, Meta, buffers, state_buffers
+from o1core.plan import Plan
+from o1core_taichi.common import (
+    BAND,
+    BLOCK,
+    FIELDS,
+    MAX_LANDMARKS,
+    SEALED,
+    STATE,
+    TILE,
+)
+from o1core_taichi.kernels import call_on_cpu, call_on_gpu
+from o1core_taichi.language import NAME, ti
+from o1core_taichi.resident import resident
+from o1core_taichi.runtime import Runtime, open_runtime, why_not_auto
+
+__all__ = ["TaichiExecutor", "TaichiState"]
+
+MAX_ELEMENTS = 2**31 - 1
+"""Of one array: the language counts them in 32 bits."""
+SCRATCH_BUDGET, CPU_SCRATCH_BUDGET = 2**28, 2**24
+"""Bytes; calls that need more run in slabs of rows."""
+ARRAY_BUDGET = 2**24
+"""Bytes of a host array in one launch, which has a copy of it on the device."""
+KEPT_SCRATCH = 8
+"""Geometries whose scratch is kept."""
+
+
+Rows = tuple[F32, F32, F32]
+
+
+@dataclass(eq=False)
+class Moving:
+    """What a call changes of a layer's state: meta, and all else in one array.
+
+    shared: other handles have it too, so it must stay what it is.
+    """
+
+    meta: Any
+    state: Any
+    shared: bool = False
+
+
+@dataclass(eq=False)
+class TaichiState:
+    """The handle of one layer.
+
+    A call reads `current` and writes another set, which then takes its place; so `kept`, which was
+    current when the call began, is still what it was should the call fail.
+    """
+
+    runtime: Runtime
+    geometry: Geometry
+    sealed: Any
+    current: Moving
+    kept: Moving | None = None
+    own: list[Moving] = field(default_factory=list)
+
+    def target(self) -> Moving:
+        """A set that the next launch may write."""
+        self.own = [moving for moving in self.own if not moving.shared]
+        for moving in self.own:
+            if moving is not self.current and moving is not self.kept:
+                return moving
+        self.own.append(_moving(self.runtime, self.geometry))
+        return self.own[-1]
+
+
+@dataclass(eq=False)
+class Scratch:
+    """What the stages of a call tell each other, with room for so many rows, and the sizes."""
+
+    rows: int
+    array: Any
+    sizes: Any
+
+
+class TaichiExecutor(Executor):
+    """Runs plans through Taichi, or quadrants, on the arch that `device` names."""
+
+    name = "taichi"
+    auto_rank: ClassVar[int] = 10
+
+    def __init__(self, runtime: Runtime, device: Any = None) -> None:
+        self.device = runtime.name
+        self.software = runtime.software
+        self.detail = "the host's runtime" if runtime.adopted else ""
+        self._runtime = runtime
+        self._asked = device
+        self._scratch: OrderedDict[Geometry, Scratch] = OrderedDict()
+        self._staging: list[F32] = []
+        self._notes: dict[int, dict[str, Any]] = {}
+
+    @classmethod
+    def open(cls, device: Any = None) -> Self:
+        """An executor on an arch: "cuda", "vulkan", "metal", "cpu", `None` for the best there is.
+
+        See `o1core_taichi.runtime.open_runtime`, also for what it raises.
+        """
+        return cls(open_runtime(device), device)
+
+    @classmethod
+    def why_not_auto(cls, device: Any = None) -> str:
+        return why_not_auto(device)
+
+    @property
+    def on_cpu(self) -> bool:
+        return self._runtime.arch == "cpu"
+
+    def unsupported(self, plan: Plan) -> list[str]:
+        g = plan.geometry
+        reasons = []
+        if not self.on_cpu and g.landmarks > MAX_LANDMARKS:
+            reasons.append(
+                f"landmarks must be at most {MAX_LANDMARKS} ({self.device}), got {g.landmarks}"
+            )
+        sizes = {b.name: b.nbytes // 4 for b in buffers(g, TILE) if b.role in ("input", "output")}
+        sizes |= {
+            "state": _total(_shapes(g, STATE)),
+            "sealed state": _total(_shapes(g, SEALED)),
+            "scratch": _total(_scratch_shapes(g, TILE, self.on_cpu)),
+        }
+        reasons += [
+            f"{name} must have at most {MAX_ELEMENTS:,} elements ({NAME}), got {size:,}"
+            for name, size in sizes.items()
+            if size > MAX_ELEMENTS
+        ]
+        return reasons
+
+    # State ----------------------------------------------------------------------------------------
+
+    def allocate(self, geometry: Geometry) -> TaichiState:
+        if self._runtime.gone:
+            runtime = open_runtime(self._asked)
+            self._runtime, self.device = runtime, runtime.name
+            self._scratch.clear()
+            self._notes.clear()
+        runtime = self._runtime
+        with runtime.using():
+            moving = _moving(runtime, geometry)
+            sealed = runtime.array(ti.f32, _total(_shapes(geometry, SEALED)))
+            return TaichiState(runtime, geometry, sealed, moving, own=[moving])
+
+    def write(self, handle: TaichiState, buffers: Buffers) -> None:
+        g = handle.geometry
+        with handle.runtime.using():
+            if any(b.name not in buffers for b in state_buffers(g)):
+                buffers = {**self.read(handle), **buffers}
+            moving = handle.target()
+            moving.meta.from_numpy(np.array(buffers["meta"]))
+            moving.state.from_numpy(_joined(buffers, _shapes(g, STATE)))
+            sealed = handle.runtime.array(ti.f32, handle.sealed.shape)
+            sealed.from_numpy(_joined(buffers, _shapes(g, SEALED)))
+            handle.sealed, handle.current = sealed, moving
+
+    def read(self, handle: TaichiState) -> dict[str, npt.NDArray[Any]]:
+        g = handle.geometry
+        with handle.runtime.using():
+            meta = handle.current.meta.to_numpy()
+            state, sealed = handle.current.state.to_numpy(), handle.sealed.to_numpy()
+        parts = {"meta": meta, **_apart(state, _shapes(g, STATE))}
+        parts |= _apart(sealed, _shapes(g, SEALED))
+        return {b.name: parts[b.name].reshape(b.shape or ()) for b in state_buffers(g)}
+
+    def meta(self, handle: TaichiState) -> Meta:
+        with handle.runtime.using():
+            return _as_meta(handle.current.meta.to_numpy())
+
+    def copy(self, handle: TaichiState, geometry: Geometry) -> TaichiState:
+        # Nothing is copied: no launch writes what is current, and what is shared nobody writes.
+        handle.runtime.require_live()
+        handle.current.shared = True
+        return TaichiState(handle.runtime, geometry, handle.sealed, handle.current)
+
+    def checkpoint(self, handle: TaichiState, plans: Sequence[Plan]) -> Moving:
+        del plans
+        handle.runtime.require_live()
+        handle.kept = handle.current
+        return handle.current
+
+    def rollback(self, handle: TaichiState, checkpoint: Moving) -> None:
+        handle.current = checkpoint
+
+    def close(self) -> None:
+        """Release what calls share; the runtime stays, for other engines and for the host."""
+        self._scratch.clear()
+        self._notes.clear()
+
+    # Running --------------------------------------------------------------------------------------
+
+    def run(self, plan: Plan, handle: TaichiState, q: F32, k: F32, v: F32, out: F32) -> Meta:
+        g = plan.geometry
+        widest = 4 * max(g.heads, g.groups) * max(g.head_dim, g.value_dim)
+        most = max(TILE, ARRAY_BUDGET // widest // TILE * TILE)
+        held = np.empty((g.groups, 4), np.uint32)
+        with handle.runtime.using():
+            for first in range(0, plan.rows, most):
+                part = slice(first, first + most)
+                rows = q[part], k[part], v[part]
+                self.launch(handle, rows if self.on_cpu else self._staged(rows), out[part], held)
+            ti.sync()
+        return _as_meta(held)
+
+    def _staged(self, rows: Rows) -> Rows:
+        """Copies of the caller's arrays, to be overwritten by the next.
+
+        The language copies an array of the host to the device and back, also one that no kernel
+        writes; the caller's may be read only, or shared with other threads.
+        """
+        copies = []
+        for i, array in enumerate(rows):
+            if len(self._staging) <= i or self._staging[i].size < array.size:
+                self._staging[i : i + 1] = [np.empty(array.size, np.float32)]
+            copy = self._staging[i][: array.size].reshape(array.shape)
+            np.copyto(copy, array)
+            copies.append(copy)
+        return copies[0], copies[1], copies[2]
+
+    def device_rows(self, values: Mapping[str, Any]) -> DeviceRows | None:
+        return resident(self, self._runtime, values)
+
+    def launch(self, handle: TaichiState, qkv: tuple[Any, Any, Any], out: Any, held: Any) -> None:
+        """Run all rows of q, k and v, in slabs that the scratch has room for.
+
+        Arrays of the host, of the language or of torch; held `[G, 4]` gets the meta.
+        """
+        g, rows = handle.geometry, out.shape[0]
+        call = call_on_cpu if self.on_cpu else call_on_gpu
+        slab = _slab(g, self.on_cpu)
+        for first in range(0, rows, slab):
+            count = min(slab, rows - first)
+            scratch, now, then = self._scratch_for(g, count), handle.current, handle.target()
+            call(
+                first,
+                count,
+                scratch.sizes,
+                now.meta,
+                now.state,
+                handle.sealed,
+                then.meta,
+                then.state,
+                scratch.array,
+                *qkv,
+                out,
+                held,
+            )
+            handle.current = then
+
+    def notes_for(self, groups: int) -> dict[str, Any]:
+        """Arrays for what a call on the device's own arrays tells: meta, and faults found."""
+        found = self._notes.get(groups)
+        if found is None:
+            found = self._notes[groups] = {
+                "held": self._runtime.array(ti.u32, (groups, 4)),
+                "found": self._runtime.array(ti.i32, (4,)),
+            }
+        return found
+
+    def _scratch_for(self, g: Geometry, rows: int) -> Scratch:
+        found = self._scratch.get(g)
+        if found is None or found.rows < rows:
+            self._scratch.pop(g, None)
+            room = min(max(TILE, 1 << (rows - 1).bit_length()), _slab(g, self.on_cpu))
+            shapes = _scratch_shapes(g, room, self.on_cpu)
+            sizes = self._runtime.array(ti.i32, len(FIELDS))
+            sizes.from_numpy(_sizes(g, room, shapes))
+            array = self._runtime.array(ti.f32, _total(shapes))
+            found = self._scratch[g] = Scratch(room, array, sizes)
+            while len(self._scratch) > KEPT_SCRATCH:
+                self._scratch.popitem(last=False)
+        self._scratch.move_to_end(g)
+        return found
+
+
+def _moving(runtime: Runtime, g: Geometry) -> Moving:
+    state = runtime.array(ti.f32, _total(_shapes(g, STATE)))
+    return Moving(runtime.array(ti.u32, (g.groups, 4)), state)
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@lru_cache(maxsize=128)
+def _shapes(g: Geometry, names: tuple[str, ...]) -> Shapes:
+    """Of some buffers of the state; what a layer lacks has no elements."""
+    shapes = {b.name: b.shape or () for b in state_buffers(g)}
+    return {name: shapes.get(name, (0,)) for name in names}
+
+
+def _scratch_shapes(g: Geometry, rows: int, on_cpu: bool) -> Shapes:
+    """Of the parts of scratch in a call of so many rows; see `o1core_taichi.common`."""
+    landmark_rows, blocks = g.heads * g.landmarks, rows // BLOCK + 1
+    queries = g.heads * -(-rows // TILE) * TILE
+    return {
+        "far_logits": (landmark_rows, rows),
+        "far_peaks": (landmark_rows, rows),
+        "block_mass": (blocks, landmark_rows),
+        "running_max": (blocks, landmark_rows),
+        "running_mass": (blocks, landmark_rows),
+        "numerators": (blocks, landmark_rows, g.value_dim),
+        "weights": (queries, g.sinks + g.ring + BAND + g.landmarks),
+        # On GPUs this is in workgroup memory.
+        "landmark_store": (queries, 3, g.landmarks) if on_cpu else (0,),
+    }
+
+
+def _total(shapes: Shapes) -> int:
+    """Elements of an array with these parts; none is empty."""
+    return max(1, sum(map(math.prod, shapes.values())))
+
+
+@lru_cache(maxsize=64)
+def _slab(g: Geometry, on_cpu: bool) -> int:
+    """Rows of a launch, whole tiles: what the budget has room for."""
+    budget = CPU_SCRATCH_BUDGET if on_cpu else SCRATCH_BUDGET
+    return max(1, budget // (4 * _total(_scratch_shapes(g, TILE, on_cpu)))) * TILE
+
+
+def _sizes(g: Geometry, room: int, scratch: Shapes) -> npt.NDArray[np.int32]:
+    """What kernels know of a geometry: the fields of `FIELDS`."""
+    values: dict[str, int] = {
+        "groups": g.groups,
+        "heads": g.heads_per_group,
+        "landmarks": g.landmarks,
+        "sinks": g.sinks,
+        "ring": g.ring,
+        "head_dim": g.head_dim,
+        "value_dim": g.value_dim,
+        "clamps": int(g.rectifier == "fm"),
+        "room": room,
+        "scale": int(np.float32(g.scale).view(np.int32)),
+    }
+    for shapes in (_shapes(g, STATE), _shapes(g, SEALED), scratch):
+        at = 0
+        for name, shape in shapes.items():
+            values[name] = at
+            at += math.prod(shape)
+    return np.array([values[name] for name in FIELDS], np.int32)
+
+
+def _joined(buffers: Buffers, shapes: Shapes) -> F32:
+    """The buffers one after the other, in one array that has at least one element."""
+    parts = [buffers[name].reshape(-1) for name in shapes if name in buffers]
+    array: F32 = np.concatenate(parts) if parts else np.empty(0, np.float32)
+    return array if array.size else np.zeros(1, np.float32)
+
+
+def _apart(array: F32, shapes: Shapes) -> dict[str, F32]:
+    """The inverse of `_joined`."""
+    parts, at = {}, 0
+    for name, shape in shapes.items():
+        size = math.prod(shape)
+        parts[name] = array[at : at + size]
+        at += size
+    return parts
+
+
+def _as_meta(rows: npt.NDArray[Any]) -> Meta:
+    return [GroupMeta(*group[:3]) for group in rows.tolist()]

@@ -1,0 +1,90 @@
+"""The kernel language: taichi, or its maintained fork quadrants; imported without a word."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from o1core.errors import BackendUnavailable
+
+__all__ = ["NAME", "VARIABLE", "VERSION", "changed_environment", "homeless", "ti"]
+
+VARIABLE = "O1CORE_TAICHI"
+LANGUAGES = ("taichi", "quadrants")
+
+
+def choose() -> str:
+    """The language that `O1CORE_TAICHI` names, else the host's, else one that is installed."""
+    wanted = os.environ.get(VARIABLE, "")
+    if wanted:
+        if wanted not in LANGUAGES:
+            rule = f"{VARIABLE} must be {' or '.join(map(repr, LANGUAGES))}, got {wanted!r}"
+            raise BackendUnavailable("taichi", [rule])
+        if not _installed(wanted):
+            raise ModuleNotFoundError(f"No module named {wanted!r} ({VARIABLE})", name=wanted)
+        return wanted
+    for found in (sys.modules.__contains__, _installed):
+        for name in LANGUAGES:
+            if found(name):
+                return name
+    raise ModuleNotFoundError("No module named 'taichi' or 'quadrants'", name="taichi")
+
+
+def _installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ValueError:
+        return name in sys.modules  # put there by hand, without a spec
+
+
+@contextmanager
+def changed_environment(changes: Mapping[str, str | None]) -> Iterator[None]:
+    """Environment variables changed for a while; None removes one."""
+    before = {name: os.environ.get(name) for name in changes}
+    _set(changes)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _set(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is not None:
+            os.environ[name] = value
+        else:
+            os.environ.pop(name, None)
+
+
+def homeless() -> dict[str, str | None]:
+    """What to change where there is no home: the language ends the process if it finds none."""
+    if os.name != "posix" or os.environ.get("HOME"):
+        return {}
+    return {"HOME": tempfile.gettempdir()}
+
+
+def _import(name: str) -> Any:
+    # Not by redirecting sys.stdout: the import looks whether that is the real one, and has the
+    # host's kernels print into a buffer for ever if it is not.
+    quiet: dict[str, str | None] = {
+        f"ENABLE_{name.upper()}_HEADER_PRINT": "0",
+        "TI_MANYLINUX2014_OK": "1",
+        "QD_MANYLINUX2014_OK": "1",
+    }
+    with changed_environment(quiet | homeless()), warnings.catch_warnings():
+        # What it uses is deprecated in newer Pythons; a host may have made such warnings errors.
+        warnings.simplefilter("ignore")
+        return importlib.import_module(name)
+
+
+NAME = choose()
+"""What it is called: "taichi" or "quadrants"."""
+ti: Any = _import(NAME)
+VERSION = ".".join(map(str, ti.__version__))

@@ -1,0 +1,507 @@
+"""The language's one runtime: the host's if it has one, else opened once and shared."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
+from typing import Any
+
+from o1core.errors import BackendUnavailable
+from o1core_taichi import devices
+from o1core_taichi.language import NAME, VERSION, changed_environment, homeless, ti
+
+__all__ = ["ARCHES", "Runtime", "RuntimeGoneError", "lock", "open_runtime", "why_not_auto"]
+
+ARCHES = ("cuda", "vulkan", "metal", "cpu")
+PREFIX = {"taichi": "TI_", "quadrants": "QD_"}[NAME]
+"""Of the environment variables that the language reads."""
+IMPORTED_AS = {"taichi": "ti", "quadrants": "qd"}[NAME]
+
+FORKED = (
+    f"this process was forked from one that had used {NAME}, whose threads are not here, so it "
+    "would hang: start workers with multiprocessing's 'spawn' or 'forkserver', or open the engine "
+    "only after the fork"
+)
+GONE = (
+    f"the host called {IMPORTED_AS}.init() or {IMPORTED_AS}.reset() since, which destroyed all "
+    f"that {NAME} had stored, and with it the state of this layer. Go on from a state kept on the "
+    "host: restore a snapshot taken with layer.snapshot(durable=True), or engine.load() a state "
+    f"that layer.state() gave. To keep it from happening, call {IMPORTED_AS}.init() before the "
+    "engine is opened, and only once"
+)
+
+lock = threading.RLock()
+"""Held by whoever uses the language: it does not expect more than one thread."""
+_depth = 0
+"""How many blocks of `using` the thread that has the lock is in."""
+
+
+class RuntimeGoneError(RuntimeError):
+    """The host has initialised the language anew, and what was stored is gone."""
+
+
+class Runtime:
+    """The language's runtime and what the engines on it share."""
+
+    def __init__(self, *, adopted: bool) -> None:
+        self.arch = _arch_of_program()
+        self.adopted = adopted
+        self.name, self.software = _describe(self.arch)
+        # Not the program itself, which would outlive the host's next ti.init() and keep memory.
+        self._program = weakref.ref(_program())
+        self._pid = os.getpid()
+        # Arrays to be deleted: whoever collects them may be in the middle of anything.
+        self._garbage: deque[Any] = deque()
+
+    def __repr__(self) -> str:
+        return f"<Runtime {self.name}>"
+
+    @property
+    def gone(self) -> bool:
+        """Whether the host has initialised or reset the language since."""
+        program = self._program()
+        return program is None or program is not _program()
+
+    def require_process(self) -> None:
+        """RuntimeError in a process that was forked from that of the runtime.
+
+        To be asked before any lock is taken: nobody may be left there to release it.
+        """
+        if os.getpid() != self._pid:
+            raise RuntimeError(FORKED)
+
+    def require_live(self) -> None:
+        """RuntimeError in a forked process, RuntimeGoneError once the host has begun anew."""
+        self.require_process()
+        if self.gone:
+            raise RuntimeGoneError(GONE)
+
+    @contextmanager
+    def using(self) -> Iterator[None]:
+        """The language, to this thread alone, and for kernels that are compiled to be exact.
+
+        What a kernel is compiled with is decided by its first launch, so all launches belong here.
+        """
+        global _depth
+        self.require_process()
+        with lock:
+            self.require_live()
+            config = ti.lang.impl.current_cfg()
+            fast_math = config.fast_math
+            if fast_math:
+                config.fast_math = False
+            if not _depth:
+                self._sweep()
+            _depth += 1
+            try:
+                yield
+            finally:
+                _depth -= 1
+                # Which the host may have initialised anew in a callback.
+                if fast_math and not self.gone:
+                    config.fast_math = True
+
+    def array(self, dtype: Any, shape: int | Sequence[int]) -> Any:
+        """A new array of the language, of zeros; it is deleted with its last reference.
+
+        MemoryError if there is no room for it.
+        """
+        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+        self.require_process()
+        with lock:
+            self.require_live()
+            if not _depth:
+                self._sweep()
+            try:
+                return _Array(self, dtype, sizes)
+            except RuntimeError as fault:
+                extents = " x ".join(map(str, sizes))
+                raise MemoryError(
+                    f"{self.name} has no room for {extents} numbers: {fault}"
+                ) from fault
+
+    def _discard(self, memory: Any) -> None:
+        """Delete an array, now or when the language is used next; waits for nobody."""
+        if os.getpid() != self._pid or self.gone:
+            return
+        self._garbage.append(memory)
+        if lock.acquire(blocking=False):
+            try:
+                if not _depth:
+                    with suppress(RuntimeError):  # of the device, which the next use meets too
+                        self._sweep()
+            finally:
+                lock.release()
+
+    def _sweep(self) -> None:
+        if not self._garbage or self.gone:
+            return
+        program = _program()
+        # The language keeps for good what a kernel that is not known to be done has used.
+        program.synchronize()
+        while self._garbage:
+            program.delete_ndarray(self._garbage.popleft())
+
+
+class _Array(ti.lang._ndarray.ScalarNdarray):  # type: ignore[misc]
+    """An array that is deleted from its own program or not at all.
+
+    The language's own deletes itself from the program that is current then, which after a
+    `ti.init()` is another one, and in a forked process may hang.
+    """
+
+    def __init__(self, runtime: Runtime, dtype: Any, shape: tuple[int, ...]) -> None:
+        self._o1core_runtime = runtime
+        super().__init__(dtype, shape)
+
+    def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        memory = getattr(self, "arr", None)  # not there if it could not be created
+        if memory is not None and not finalizing():
+            self._o1core_runtime._discard(memory)
+
+
+# The language -------------------------------------------------------------------------------------
+
+_ATTRIBUTE = "prog" if NAME == "taichi" else "_prog"
+
+
+def _program() -> Any:
+    """The program, which is what ti.init() makes; None before, and after ti.reset()."""
+    return getattr(ti.lang.impl.get_runtime(), _ATTRIBUTE)
+
+
+def _arch_of_program() -> str:
+    """The arch of the program, by our name for it if we know it."""
+    name: str = ti._lib.core.arch_name(ti.lang.impl.current_cfg().arch)
+    return "cpu" if name in ("x64", "arm64") else name
+
+
+def _describe(arch: str) -> tuple[str, bool]:
+    """What the program runs on, for people, and whether that is a CPU."""
+    language = f"{NAME} {VERSION}"
+    if arch == "cuda":
+        # Its driver is initialised, and knows best what comes first.
+        return f"{devices.cuda_name_of_driver() or 'NVIDIA GPU'} (CUDA, {language})", False
+    if arch == "vulkan":
+        device = _vulkan_device()
+        if device is None:
+            return f"Vulkan device ({language})", False
+        kind = "software, Vulkan" if device.software else "Vulkan"
+        return f"{device.name} ({kind}, {language})", device.software
+    if arch == "metal":
+        return f"Metal device ({language})", False
+    return f"CPU ({language})", True
+
+
+def _vulkan_device() -> devices.VulkanDevice | None:
+    return devices.vulkan_device(os.environ.get(f"{PREFIX}VISIBLE_DEVICE", ""))
+
+
+# Choosing -----------------------------------------------------------------------------------------
+
+_shared: Runtime | None = None
+_used_by: set[int] = set()
+_home: dict[str, str | None] = {}
+"""What our program needs changed in the environment to begin and to end."""
+_inherited: weakref.ref[Any] | None = None
+"""The program that was there when this process was forked."""
+
+
+def open_runtime(device: Any = None) -> Runtime:
+    """The runtime on `device`: "cuda", "vulkan", "metal" or "cpu"; None takes the best there is.
+
+    The host's own runtime is used if it has one. Otherwise it is initialised, once a process, and
+    all engines share it.
+
+    BackendUnavailable when the device is not there, when the process has a runtime on another one
+    or with settings that kernels cannot have, or when this process was forked from one that had
+    used the language; ValueError for another name; TypeError for anything else.
+    """
+    global _shared
+    _check(device)
+    _refuse_forked()
+    with lock:
+        if _shared is not None and not _shared.gone:
+            if device not in (None, _shared.arch):
+                raise BackendUnavailable("taichi", [_other_arch(device, _shared.arch)])
+            return _shared
+        if _started():
+            _expect_suitable(device)
+            _used_by.add(os.getpid())
+            _shared = Runtime(adopted=True)
+        else:
+            arch = _choose(device)
+            _used_by.add(os.getpid())
+            _initialise(arch)
+            _shared = Runtime(adopted=False)
+        return _shared
+
+
+def why_not_auto(device: Any = None) -> str:
+    """Why "auto" should pass the language over: it would run on the CPU; "" if on a GPU.
+
+    Initialises nothing. Raises as `open_runtime` does.
+    """
+    _check(device)
+    _refuse_forked()
+    with lock:
+        if _started():
+            if _shared is None or _shared.gone:
+                _expect_suitable(device)
+            arch = _arch_of_program()
+            if device not in (None, arch):
+                raise BackendUnavailable("taichi", [_other_arch(device, arch)])
+        else:
+            arch = _choose(device)
+        if arch == "cpu":
+            return "taichi would run on the CPU (numpy is faster there)"
+        if arch == "vulkan":
+            found = _vulkan_device()
+            if found is not None and found.software:
+                return f"taichi would run on a software device ({found.name}; numpy is faster)"
+    return ""
+
+
+def _check(device: Any) -> None:
+    names = ", ".join(repr(name) for name in ARCHES)
+    rule = f"device must be None or one of {names} for taichi, got {device!r}"
+    if device is not None and not isinstance(device, str):
+        raise TypeError(rule)
+    if device is not None and device not in ARCHES:
+        raise ValueError(rule)
+
+
+def _refuse_forked() -> None:
+    """BackendUnavailable in a process that was forked from one that had used the language."""
+    program = _program()
+    if program is None:
+        stale = False
+    elif _inherited is None:
+        stale = not _has_threads()
+    else:
+        stale = program is _inherited()
+    if stale or _used_by - {os.getpid()}:
+        raise BackendUnavailable("taichi", [FORKED])
+
+
+def _has_threads() -> bool:
+    """Whether there are threads that are not Python's, as the language has; True if unknown.
+
+    It matters where the host forked before it imported this module.
+    """
+    try:
+        return len(os.listdir("/proc/self/task")) > threading.active_count()
+    except OSError:
+        return True
+
+
+def _other_arch(wanted: str, arch: str) -> str:
+    return (
+        f"device must be {arch!r} or None, got {wanted!r}: {NAME} has one runtime a process, and "
+        f"it is on {arch!r} already"
+    )
+
+
+def _started() -> bool:
+    runtime = ti.lang.impl.get_runtime()
+    # quadrants has an arch "python" that makes no program.
+    return _program() is not None or getattr(runtime, "_arch", None) == getattr(
+        ti._lib.core.Arch, "python", ()
+    )
+
+
+def _expect_suitable(device: str | None) -> None:
+    """BackendUnavailable unless kernels can run on the runtime that the host has initialised."""
+    advice = f"call {IMPORTED_AS}.init"
+    if _program() is None:
+        reason = f"the host runs {NAME} as plain Python: {advice}() with another arch"
+        raise BackendUnavailable("taichi", [reason])
+    arch, runtime = _arch_of_program(), ti.lang.impl.get_runtime()
+    reasons = []
+    if arch not in ARCHES:
+        known = ", ".join(ARCHES)
+        reasons.append(
+            f"the host runs {NAME} on {arch!r}: {advice}(arch=...) with one of {known}, or open "
+            "the engine first"
+        )
+    elif device not in (None, arch):
+        reasons.append(f"{_other_arch(device or '', arch)}, by the host's {IMPORTED_AS}.init()")
+    for setting, wanted in (("default_fp", ti.f32), ("default_ip", ti.i32)):
+        got = getattr(runtime, setting)
+        if got != wanted:
+            reasons.append(
+                f"the host's {IMPORTED_AS}.init() has {setting} {got}, and kernels need {wanted}: "
+                f"leave {setting} out"
+            )
+    if reasons:
+        raise BackendUnavailable("taichi", reasons)
+
+
+def _choose(device: str | None) -> str:
+    """The arch to initialise, after a look at what is there."""
+    if device is None:
+        return _best()
+    reason = ""
+    if device == "cuda" and not devices.cuda_name():
+        reason = "no CUDA device was found: install NVIDIA's driver, and see CUDA_VISIBLE_DEVICES"
+    elif device == "vulkan" and sys.platform != "darwin" and _vulkan_device() is None:
+        reason = (
+            "no Vulkan device was found: install the driver of the GPU and Vulkan's loader; "
+            "without a GPU, Debian's and Ubuntu's mesa-vulkan-drivers runs it on the CPU"
+        )
+    elif device == "metal" and sys.platform != "darwin":
+        reason = "Metal is there on macOS only: leave device out, which takes the best there is"
+    if reason:
+        raise BackendUnavailable("taichi", [reason])
+    return device
+
+
+def _best() -> str:
+    variable = f"{PREFIX}ARCH"
+    wanted = os.environ.get(variable, "")
+    if wanted:
+        # The language's own variable, by which hosts and users choose for every program.
+        arch = "cpu" if wanted in ("x64", "arm64") else wanted
+        if arch not in ARCHES:
+            rule = f"{variable} must be one of {', '.join(ARCHES)}, got {wanted!r}"
+            raise BackendUnavailable("taichi", [rule])
+        return _choose(arch)
+    if devices.cuda_name():
+        return "cuda"
+    if sys.platform == "darwin":
+        return "metal" if ti._lib.core.with_metal() else "cpu"
+    device = _vulkan_device()
+    return "vulkan" if device is not None and not device.software else "cpu"
+
+
+def _initialise(arch: str) -> None:
+    """Make the program, on that arch or not at all."""
+    global _home
+    settings: dict[str, Any] = {
+        "default_fp": ti.f32,
+        "default_ip": ti.i32,
+        "fast_math": False,
+        "log_level": ti.ERROR,
+    }
+    try:
+        storage, _home = _storage()
+    except OSError as fault:
+        reason = f"{NAME} must have a folder that it can write to: set HOME or TMPDIR ({fault})"
+        raise BackendUnavailable("taichi", [reason]) from fault
+    settings |= storage
+    # Memory: nothing is set. On CUDA arrays are allocated as they come, from the driver's pool;
+    # device_memory_GB is set aside up front only by drivers without one (before 11.2), which can
+    # use no other, or once the host makes sparse fields.
+    hidden = dict.fromkeys(f"{PREFIX}{key.upper()}" for key in ("arch", *settings))
+    quiet = {"TI_SKIP_VERSION_CHECK": "ON"}  # which would ask a server and write into the home
+    with changed_environment(hidden | quiet | _home | devices.headless()), _silence():
+        try:
+            ti.init(arch=getattr(ti, arch), enable_fallback=False, **settings)
+            got = _arch_of_program()
+            if got != arch:
+                raise RuntimeError(f"it came up on {got!r}")
+        except Exception as fault:
+            ti.reset()
+            reason = f"{NAME} {VERSION} cannot start on {arch!r}: {fault}"
+            raise BackendUnavailable("taichi", [reason]) from fault
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Keep ti.init() from printing, and nobody else: it has a `print` of its own meanwhile."""
+    module = ti.lang.misc
+    module.print = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        del module.print
+
+
+def _storage() -> tuple[dict[str, Any], dict[str, str | None]]:
+    """Settings that keep compiled kernels where the language or the user says, if that works.
+
+    With them, what to change in the environment. A program ends the process, and be it at its exit,
+    if it cannot make its folders, even those of a cache that is off: it gets others then.
+    """
+    home: dict[str, str | None] = {}
+    own = "" if homeless() else ti._lib.core.get_repo_dir()
+    if not _is_writable(own):
+        own, home = "", {"HOME": _private_folder()}
+    name = os.path.basename(ti.lang.impl.default_cfg().offline_cache_file_path)
+    wanted = os.environ.get(f"{PREFIX}OFFLINE_CACHE_FILE_PATH", "") or (own and f"{own}/{name}")
+    kept = _is_writable(wanted)
+    settings = {
+        "offline_cache": kept and os.environ.get(f"{PREFIX}OFFLINE_CACHE") != "0",
+        "offline_cache_file_path": wanted if kept else _private_folder(),
+    }
+    return settings, home
+
+
+def _is_writable(folder: str) -> bool:
+    """Whether there can be files in this folder, which this makes."""
+    if not folder:
+        return False
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
+@cache
+def _private_folder() -> str:
+    """A folder for what cannot be elsewhere; it goes with the process."""
+    folder = tempfile.mkdtemp(prefix="o1core-")
+    atexit.register(_tidy, folder, os.getpid())
+    return folder
+
+
+def _tidy(folder: str, pid: int) -> None:
+    """At exit: end our program, while there are the folders that this needs, and remove them."""
+    if os.getpid() != pid:
+        return
+    with lock:
+        if _shared is not None and not _shared.adopted and not _shared.gone:
+            with changed_environment(_home):
+                ti.reset()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _leave_alone(libc: Any) -> None:
+    """In a forked process: never end the parent's program, whose threads are not here.
+
+    Its end waits for them. So it is made immortal and taken from the language, and where the C
+    library can, exit ends with Python's part, before the handlers of drivers.
+    """
+    global _depth, _inherited
+    lock._at_fork_reinit()  # type: ignore[attr-defined]  # nobody is left to release it
+    _depth = 0
+    program = _program()
+    if program is None:
+        return
+    _inherited = weakref.ref(program)
+    if _shared is None or _shared.gone:
+        return  # the host's own, with which this module has nothing to do
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(program))
+    setattr(ti.lang.impl.get_runtime(), _ATTRIBUTE, None)
+    if hasattr(libc, "on_exit"):
+        # The last to be registered is the first to be called: streams are flushed, then it ends
+        # with the status that on_exit passes.
+        libc.on_exit(libc._exit, None)
+        libc.on_exit(libc.fcloseall, None)
+
+
+if hasattr(os, "register_at_fork"):
+    _libc = ctypes.CDLL(None)
+    os.register_at_fork(after_in_child=lambda: _leave_alone(_libc))
