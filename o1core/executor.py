@@ -94,6 +94,16 @@ class Executor(ABC):
         del device
         return ""
 
+    @classmethod
+    def probe(cls) -> str:
+        """The device that `open()` would take, for `o1core.backends()`; raises as that does.
+
+        Opened and closed for it, unless the backend can tell without.
+        """
+        executor = cls.open()
+        executor.close()
+        return executor.device
+
     @abstractmethod
     def unsupported(self, plan: Plan) -> list[str]:
         """All reasons why this plan cannot run here; empty means it can."""

@@ -40,18 +40,17 @@ class BackendInfo:
 def backends() -> list[BackendInfo]:
     """Every installed backend, whether it is usable here, and if not why.
 
-    Opens and closes each one, so GPU libraries are imported by this call.
+    Imports the GPU libraries of those that are installed.
     """
     infos = []
     for name, entry in sorted(_entries().items()):
         source = f"{entry.dist.name} {entry.dist.version}" if entry.dist else entry.value
         try:
-            executor = open_backend(name)
+            device = _probe(_load(name))
         except BackendUnavailable as fault:
             infos.append(BackendInfo(name, False, "", fault.reasons, source))
         else:
-            infos.append(BackendInfo(name, True, executor.device, (), source))
-            executor.close()
+            infos.append(BackendInfo(name, True, device, (), source))
     return infos
 
 
@@ -157,6 +156,8 @@ def _load(name: str) -> type[Executor]:
         raise BackendUnavailable(
             name, [f"{fault.name} is not installed: pip install 'o1core[{name}]'"]
         ) from fault
+    except BackendUnavailable:
+        raise  # its own verdict: of an environment variable, or this Python
     except Exception as fault:
         raise _fault(name, fault) from fault
     if not (isinstance(kind, type) and issubclass(kind, Executor)):
@@ -181,6 +182,15 @@ def _open(kind: type[Executor], device: Any, options: Mapping[str, Any]) -> Exec
     except Exception as fault:
         if options and isinstance(fault, OSError):
             raise  # about a file that an option names
+        raise _fault(kind.name, fault) from fault
+
+
+def _probe(kind: type[Executor]) -> str:
+    try:
+        return kind.probe()
+    except BackendUnavailable:
+        raise
+    except Exception as fault:
         raise _fault(kind.name, fault) from fault
 
 

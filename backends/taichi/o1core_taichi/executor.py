@@ -29,7 +29,7 @@ from o1core_taichi.common import (
 from o1core_taichi.kernels import call_on_cpu, call_on_gpu
 from o1core_taichi.language import NAME, ti
 from o1core_taichi.resident import resident
-from o1core_taichi.runtime import Runtime, open_runtime, why_not_auto
+from o1core_taichi.runtime import Runtime, describe, open_runtime, why_not_auto
 
 __all__ = ["TaichiExecutor", "TaichiState"]
 
@@ -119,6 +119,10 @@ class TaichiExecutor(Executor):
     @classmethod
     def why_not_auto(cls, device: Any = None) -> str:
         return why_not_auto(device)
+
+    @classmethod
+    def probe(cls) -> str:
+        return describe()
 
     @property
     def on_cpu(self) -> bool:

@@ -14,13 +14,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
+from math import prod
 from typing import Any
 
 from o1core.errors import BackendUnavailable
 from o1core_taichi import devices
 from o1core_taichi.language import NAME, VERSION, changed_environment, homeless, ti
 
-__all__ = ["ARCHES", "Runtime", "RuntimeGoneError", "lock", "open_runtime", "why_not_auto"]
+__all__ = ["ARCHES", "Runtime", "RuntimeGoneError", "describe", "open_runtime", "why_not_auto"]
 
 ARCHES = ("cuda", "vulkan", "metal", "cpu")
 PREFIX = {"taichi": "TI_", "quadrants": "QD_"}[NAME]
@@ -117,6 +118,11 @@ class Runtime:
         MemoryError if there is no room for it.
         """
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+        extents = " x ".join(map(str, sizes))
+        # The language counts in 32 bits and would make a smaller one; an empty one ends the
+        # process on Vulkan.
+        if not 0 < prod(sizes) < 2**31:
+            raise MemoryError(f"arrays of {NAME} have 1 to 2**31 - 1 numbers, got {extents}")
         self.require_process()
         with lock:
             self.require_live()
@@ -125,7 +131,6 @@ class Runtime:
             try:
                 return _Array(self, dtype, sizes)
             except RuntimeError as fault:
-                extents = " x ".join(map(str, sizes))
                 raise MemoryError(
                     f"{self.name} has no room for {extents} numbers: {fault}"
                 ) from fault
@@ -186,12 +191,13 @@ def _arch_of_program() -> str:
     return "cpu" if name in ("x64", "arm64") else name
 
 
-def _describe(arch: str) -> tuple[str, bool]:
-    """What the program runs on, for people, and whether that is a CPU."""
+def _describe(arch: str, *, open_already: bool = True) -> tuple[str, bool]:
+    """What a program runs on, for people, and whether that is a CPU."""
     language = f"{NAME} {VERSION}"
     if arch == "cuda":
-        # Its driver is initialised, and knows best what comes first.
-        return f"{devices.cuda_name_of_driver() or 'NVIDIA GPU'} (CUDA, {language})", False
+        # Its driver knows best what comes first, once it is initialised.
+        found = devices.cuda_name_of_driver() if open_already else devices.cuda_name()
+        return f"{found or 'NVIDIA GPU'} (CUDA, {language})", False
     if arch == "vulkan":
         device = _vulkan_device()
         if device is None:
@@ -247,22 +253,36 @@ def open_runtime(device: Any = None) -> Runtime:
         return _shared
 
 
+def describe(device: Any = None) -> str:
+    """What `open_runtime` would open, as `Runtime.name` says it. Initialises nothing.
+
+    Raises as that does.
+    """
+    with lock:
+        return _describe(_would_be(device), open_already=_started())[0]
+
+
+def _would_be(device: Any) -> str:
+    """The arch that `open_runtime` would give."""
+    _check(device)
+    _refuse_forked()
+    if not _started():
+        return _choose(device)
+    if _shared is None or _shared.gone:
+        _expect_suitable(device)
+    arch = _arch_of_program()
+    if device not in (None, arch):
+        raise BackendUnavailable("taichi", [_other_arch(device, arch)])
+    return arch
+
+
 def why_not_auto(device: Any = None) -> str:
     """Why "auto" should pass the language over: it would run on the CPU; "" if on a GPU.
 
     Initialises nothing. Raises as `open_runtime` does.
     """
-    _check(device)
-    _refuse_forked()
     with lock:
-        if _started():
-            if _shared is None or _shared.gone:
-                _expect_suitable(device)
-            arch = _arch_of_program()
-            if device not in (None, arch):
-                raise BackendUnavailable("taichi", [_other_arch(device, arch)])
-        else:
-            arch = _choose(device)
+        arch = _would_be(device)
         if arch == "cpu":
             return "taichi would run on the CPU (numpy is faster there)"
         if arch == "vulkan":
@@ -471,10 +491,14 @@ def _tidy(folder: str, pid: int) -> None:
     """At exit: end our program, while there are the folders that this needs, and remove them."""
     if os.getpid() != pid:
         return
-    with lock:
-        if _shared is not None and not _shared.adopted and not _shared.gone:
-            with changed_environment(_home):
-                ti.reset()
+    # A daemon thread may have the lock for good.
+    if lock.acquire(timeout=5):
+        try:
+            if _shared is not None and not _shared.adopted and not _shared.gone:
+                with changed_environment(_home):
+                    ti.reset()
+        finally:
+            lock.release()
     shutil.rmtree(folder, ignore_errors=True)
 
 
