@@ -13,7 +13,14 @@ from typing import Any
 
 from o1core_taichi.language import changed_environment
 
-__all__ = ["VulkanDevice", "cuda_name", "cuda_name_of_driver", "headless", "vulkan_device"]
+__all__ = [
+    "VulkanDevice",
+    "cuda_driver",
+    "cuda_name",
+    "cuda_name_of_driver",
+    "headless",
+    "vulkan_device",
+]
 
 
 def headless() -> dict[str, str | None]:
@@ -37,6 +44,11 @@ def _library(linux: str, windows: str) -> Any:
 # CUDA ---------------------------------------------------------------------------------------------
 
 
+def cuda_driver() -> Any:
+    """The library of the CUDA driver, None where there is none."""
+    return _library("libcuda.so.1", "nvcuda.dll")
+
+
 def cuda_name() -> str:
     """The name of the first CUDA device that this process may see, "" if there is none.
 
@@ -46,7 +58,7 @@ def cuda_name() -> str:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if "0" in (os.environ.get("TI_ENABLE_CUDA"), os.environ.get("QD_ENABLE_CUDA")):
         return ""
-    if _library("libcuda.so.1", "nvcuda.dll") is None:
+    if cuda_driver() is None:
         return ""
     nvml = _library("libnvidia-ml.so.1", "nvml.dll")
     if nvml is None or nvml.nvmlInit_v2() != 0:
@@ -79,7 +91,7 @@ def _first_visible(nvml: Any, visible: str | None) -> str:
 
 def cuda_name_of_driver() -> str:
     """The same from the CUDA driver, which it initialises; "" if there is no device."""
-    cuda = _library("libcuda.so.1", "nvcuda.dll")
+    cuda = cuda_driver()
     count, device = ctypes.c_int(), ctypes.c_int()
     if cuda is None or cuda.cuInit(0) != 0:
         return ""

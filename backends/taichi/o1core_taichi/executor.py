@@ -212,7 +212,8 @@ class TaichiExecutor(Executor):
     def run(self, plan: Plan, handle: TaichiState, q: F32, k: F32, v: F32, out: F32) -> Meta:
         g = plan.geometry
         widest = 4 * max(g.heads, g.groups) * max(g.head_dim, g.value_dim)
-        most = max(TILE, ARRAY_BUDGET // widest // TILE * TILE)
+        # In one slab, too: a launch may spoil what it does not write of an array of the host.
+        most = min(max(TILE, ARRAY_BUDGET // widest // TILE * TILE), _slab(g, self.on_cpu))
         held = np.empty((g.groups, 4), np.uint32)
         with handle.runtime.using():
             for first in range(0, plan.rows, most):

@@ -166,7 +166,7 @@ class LanguageRows(Resident):
         return folded
 
     def _new(self, shape: tuple[int, ...]) -> Any:
-        return ti.ndarray(ti.f32, shape)
+        return self._runtime.array(ti.f32, shape)
 
     def _unfolded(self, out: Any, batch: int | None) -> Any:
         if batch is None:

@@ -10,9 +10,9 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from math import prod
 from typing import Any
@@ -41,6 +41,9 @@ GONE = (
     "engine is opened, and only once"
 )
 
+SPARE_BYTES = 2**26
+"""Of arrays that nobody has any more, kept for others of their sizes."""
+
 lock = threading.RLock()
 """Held by whoever uses the language: it does not expect more than one thread."""
 _depth = 0
@@ -61,8 +64,10 @@ class Runtime:
         # Not the program itself, which would outlive the host's next ti.init() and keep memory.
         self._program = weakref.ref(_program())
         self._pid = os.getpid()
-        # Arrays to be deleted: whoever collects them may be in the middle of anything.
-        self._garbage: deque[Any] = deque()
+        # Arrays that nobody has any more: whoever dropped them may be in the middle of anything.
+        self._returned: deque[dict[str, Any]] = deque()
+        self._spare: OrderedDict[tuple[Any, tuple[int, ...]], list[dict[str, Any]]] = OrderedDict()
+        self._context: Any = _CudaContext() if self.arch == "cuda" else nullcontext()
 
     def __repr__(self) -> str:
         return f"<Runtime {self.name}>"
@@ -101,11 +106,10 @@ class Runtime:
             fast_math = config.fast_math
             if fast_math:
                 config.fast_math = False
-            if not _depth:
-                self._sweep()
             _depth += 1
             try:
-                yield
+                with self._context:
+                    yield
             finally:
                 _depth -= 1
                 # Which the host may have initialised anew in a callback.
@@ -113,7 +117,7 @@ class Runtime:
                     config.fast_math = True
 
     def array(self, dtype: Any, shape: int | Sequence[int]) -> Any:
-        """A new array of the language, of zeros; it is deleted with its last reference.
+        """An array of the language, contents undefined; it may be one that nobody has any more.
 
         MemoryError if there is no room for it.
         """
@@ -123,39 +127,61 @@ class Runtime:
         # process on Vulkan.
         if not 0 < prod(sizes) < 2**31:
             raise MemoryError(f"arrays of {NAME} have 1 to 2**31 - 1 numbers, got {extents}")
-        self.require_process()
-        with lock:
-            self.require_live()
-            if not _depth:
-                self._sweep()
+        with self.using():
+            self._collect()
+            spare = self._spare.get((dtype, sizes))
+            if spare:
+                array = _Array.__new__(_Array)
+                array.__dict__.update(spare.pop())
+                return array
+            self._delete(SPARE_BYTES)
             try:
                 return _Array(self, dtype, sizes)
             except RuntimeError as fault:
+                self._delete(0)
+                with suppress(RuntimeError):
+                    return _Array(self, dtype, sizes)
                 raise MemoryError(
                     f"{self.name} has no room for {extents} numbers: {fault}"
                 ) from fault
 
-    def _discard(self, memory: Any) -> None:
-        """Delete an array, now or when the language is used next; waits for nobody."""
+    def _discard(self, array: dict[str, Any]) -> None:
+        """Keep what an array was for another one of its size; waits for no other thread."""
         if os.getpid() != self._pid or self.gone:
             return
-        self._garbage.append(memory)
+        self._returned.append(array)
         if lock.acquire(blocking=False):
             try:
                 if not _depth:
-                    with suppress(RuntimeError):  # of the device, which the next use meets too
-                        self._sweep()
+                    self._collect()
+                    with self._context, suppress(RuntimeError):  # which the next use meets too
+                        self._delete(SPARE_BYTES)
             finally:
                 lock.release()
 
-    def _sweep(self) -> None:
-        if not self._garbage or self.gone:
+    def _collect(self) -> None:
+        while self._returned:
+            array = self._returned.popleft()
+            key = array["dtype"], array["shape"]
+            self._spare.setdefault(key, []).append(array)
+            self._spare.move_to_end(key)
+
+    def _delete(self, keep: int) -> None:
+        """Delete spare arrays down to so many bytes, the sizes that were longest unused first."""
+        spare = [array for arrays in self._spare.values() for array in arrays]
+        total = sum(4 * prod(array["shape"]) for array in spare)
+        if total <= keep:
             return
         program = _program()
         # The language keeps for good what a kernel that is not known to be done has used.
         program.synchronize()
-        while self._garbage:
-            program.delete_ndarray(self._garbage.popleft())
+        for array in spare:
+            if total <= keep:
+                break
+            self._spare[array["dtype"], array["shape"]].remove(array)
+            total -= 4 * prod(array["shape"])
+            program.delete_ndarray(array["arr"])
+        self._spare = OrderedDict((key, arrays) for key, arrays in self._spare.items() if arrays)
 
 
 class _Array(ti.lang._ndarray.ScalarNdarray):  # type: ignore[misc]
@@ -170,9 +196,38 @@ class _Array(ti.lang._ndarray.ScalarNdarray):  # type: ignore[misc]
         super().__init__(dtype, shape)
 
     def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        memory = getattr(self, "arr", None)  # not there if it could not be created
-        if memory is not None and not finalizing():
-            self._o1core_runtime._discard(memory)
+        # Not there if it could not be created.
+        if getattr(self, "arr", None) is not None and not finalizing():
+            self._o1core_runtime._discard({**self.__dict__, "host_accessor": None})
+
+
+class _CudaContext:
+    """The language's CUDA context, in whatever thread, and whatever context the host has there.
+
+    The language allocates in the context that is current, which only in the thread of its
+    initialisation is its own.
+    """
+
+    def __init__(self) -> None:
+        self._cuda = devices.cuda_driver()
+        self._context = ctypes.c_void_p()
+        self._cuda.cuCtxGetCurrent(ctypes.byref(self._context))
+        if not self._context:
+            # Initialised by the host, in another thread. The context is the device's primary one.
+            self._cuda.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), 0)
+        self._pushed: list[bool] = []
+
+    def __enter__(self) -> None:
+        current = ctypes.c_void_p()
+        self._cuda.cuCtxGetCurrent(ctypes.byref(current))
+        push = current.value != self._context.value
+        if push:
+            self._cuda.cuCtxPushCurrent_v2(self._context)
+        self._pushed.append(push)
+
+    def __exit__(self, *fault: object) -> None:
+        if self._pushed.pop():
+            self._cuda.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
 
 
 # The language -------------------------------------------------------------------------------------
@@ -424,7 +479,8 @@ def _initialise(arch: str) -> None:
     # use no other, or once the host makes sparse fields.
     hidden = dict.fromkeys(f"{PREFIX}{key.upper()}" for key in ("arch", *settings))
     quiet = {"TI_SKIP_VERSION_CHECK": "ON"}  # which would ask a server and write into the home
-    with changed_environment(hidden | quiet | _home | devices.headless()), _silence():
+    changes = hidden | quiet | _home | devices.headless()
+    with changed_environment(changes), _silence(), _denormals_kept():
         try:
             ti.init(arch=getattr(ti, arch), enable_fallback=False, **settings)
             got = _arch_of_program()
@@ -445,6 +501,26 @@ def _silence() -> Iterator[None]:
         yield
     finally:
         del module.print
+
+
+@contextmanager
+def _denormals_kept() -> Iterator[None]:
+    """Keep ti.init() from making the denormal numbers of this thread 0, numpy's among them."""
+    if sys.platform == "win32":
+        library, kept, now = ctypes.CDLL("ucrtbase"), ctypes.c_uint(), ctypes.c_uint()
+        library._controlfp_s(ctypes.byref(kept), 0, 0)
+        try:
+            yield
+        finally:
+            denormals = 0x03000000  # _MCW_DN
+            library._controlfp_s(ctypes.byref(now), kept, denormals)
+        return
+    library, settings = ctypes.CDLL(None), ctypes.create_string_buffer(256)
+    library.fegetenv(settings)
+    try:
+        yield
+    finally:
+        library.fesetenv(settings)
 
 
 def _storage() -> tuple[dict[str, Any], dict[str, str | None]]:
