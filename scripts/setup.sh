@@ -1,7 +1,7 @@
 #!/bin/sh
 # Everything a fresh machine needs before `make demo` or `make test`: a virtual environment in .venv
 # with the pinned packages of requirements/ and this checkout, editable; and on Linux a Vulkan driver
-# for the wgpu backend, which Debian can install when run as root. make runs this before each target;
+# for the GPU backends, which Debian can install when run as root. make runs this before each target;
 # it does nothing when nothing has changed.
 #
 # PYTHON names the interpreter; without it the first suitable one of the usual names is taken.
@@ -49,10 +49,10 @@ need_vulkan() {
     done
     [ -z "${VK_DRIVER_FILES:-}${VK_ICD_FILENAMES:-}" ] || return 0
     if can_install; then
-        echo "setup: installing Debian's mesa-vulkan-drivers for the wgpu backend"
+        echo "setup: installing Debian's mesa-vulkan-drivers for the GPU backends"
         install mesa-vulkan-drivers && return
     fi
-    echo "setup: no Vulkan driver is installed, so the wgpu backend may find no adapter and its tests \
+    echo "setup: no Vulkan driver is installed, so the GPU backends may find no adapter and their tests \
 be skipped. On Debian or Ubuntu: apt-get install mesa-vulkan-drivers" >&2
 }
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import REQUIRED, ROOT
+from conftest import REQUIRED, ROOT, require_backend
 from support import install_plugin
 
 import o1core
@@ -71,8 +71,26 @@ def test_wgpu_page() -> None:
     assert namespace["layer"].rows_seen == 300 + rows
 
 
+def test_taichi_page() -> None:
+    require_backend("taichi")
+    from o1core_taichi.language import ti
+
+    first, durable, resident = blocks("docs/taichi.md")
+    namespace: dict[str, Any] = {"o1core": o1core, "ti": ti}
+    exec(compile(first, "docs/taichi.md", "exec"), namespace)
+    q, k, v = random_rows(1, 400, groups=2, heads_per_group=3, head_dim=64)
+    layer = namespace["layer"] = namespace["engine"].seal(q[:300], k[:300], v[:300])
+    exec(compile(durable, "docs/taichi.md", "exec"), namespace)
+    assert layer.rows_seen == 300
+    exec(compile(resident, "docs/taichi.md", "exec"), namespace)
+    assert layer.rows_seen == 300 + 2 * 64
+    assert isinstance(namespace["out"], ti.Ndarray)
+    assert namespace["out"].shape == (64, 6, 64)
+
+
 @pytest.mark.parametrize(
-    "name", ["README.md", "CONTRIBUTING.md", "docs/performance.md", "docs/wgpu.md"]
+    "name",
+    ["README.md", "CONTRIBUTING.md", "docs/performance.md", "docs/taichi.md", "docs/wgpu.md"],
 )
 def test_links_lead_somewhere(name: str) -> None:
     page = ROOT / name

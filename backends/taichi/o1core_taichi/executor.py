@@ -105,6 +105,7 @@ class TaichiExecutor(Executor):
         self._runtime = runtime
         self._asked = device
         self._scratch: OrderedDict[Geometry, Scratch] = OrderedDict()
+        self._reasons: dict[Geometry, list[str]] = {}
         self._staging: list[F32] = []
         self._notes: dict[int, dict[str, Any]] = {}
 
@@ -129,7 +130,15 @@ class TaichiExecutor(Executor):
         return self._runtime.arch == "cpu"
 
     def unsupported(self, plan: Plan) -> list[str]:
-        g = plan.geometry
+        # Calls are run in parts where they must be, so the sizes decide.
+        reasons = self._reasons.get(plan.geometry)
+        if reasons is None:
+            if len(self._reasons) > 256:
+                self._reasons.clear()
+            reasons = self._reasons[plan.geometry] = self._why_not(plan.geometry)
+        return list(reasons)
+
+    def _why_not(self, g: Geometry) -> list[str]:
         reasons = []
         if not self.on_cpu and g.landmarks > MAX_LANDMARKS:
             reasons.append(
@@ -219,9 +228,24 @@ class TaichiExecutor(Executor):
             for first in range(0, plan.rows, most):
                 part = slice(first, first + most)
                 rows = q[part], k[part], v[part]
-                self.launch(handle, rows if self.on_cpu else self._staged(rows), out[part], held)
+                if handle.runtime.copies:
+                    self._launch_between_copies(handle, rows, out[part], held)
+                else:
+                    self.launch(
+                        handle, rows if self.on_cpu else self._staged(rows), out[part], held
+                    )
             ti.sync()
         return _as_meta(held)
+
+    def _launch_between_copies(
+        self, handle: TaichiState, rows: Rows, out: F32, held: npt.NDArray[np.uint32]
+    ) -> None:
+        runtime = handle.runtime
+        q, k, v = (runtime.upload(x, ti.f32) for x in rows)
+        on_device = runtime.array(ti.f32, out.shape), runtime.array(ti.u32, held.shape)
+        self.launch(handle, (q, k, v), *on_device)
+        for array, to in zip(on_device, (out, held), strict=True):
+            runtime.download(array, to)
 
     def _staged(self, rows: Rows) -> Rows:
         """Copies of the caller's arrays, to be overwritten by the next.

@@ -34,6 +34,9 @@ def choose() -> str:
         for name in LANGUAGES:
             if found(name):
                 return name
+    if sys.version_info >= (3, 14):
+        reason = "neither taichi nor quadrants has wheels for Python 3.14: use Python 3.11 to 3.13"
+        raise BackendUnavailable("taichi", [reason])
     raise ModuleNotFoundError("No module named 'taichi' or 'quadrants'", name="taichi")
 
 

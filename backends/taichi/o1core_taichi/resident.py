@@ -236,11 +236,12 @@ class TorchRows(Resident):
     def _begin(self) -> None:
         # The language works on the default stream, which waits for no other one of torch's.
         stream = self._torch.cuda.current_stream()
-        if stream != self._torch.cuda.default_stream():
+        self._waits = stream != self._torch.cuda.default_stream()
+        if self._waits:
             stream.synchronize()
 
     def _end(self) -> None:
-        if self._torch.cuda.current_stream() != self._torch.cuda.default_stream():
+        if self._waits:
             ti.sync()
 
     def to_host(self) -> dict[str, npt.NDArray[Any]]:

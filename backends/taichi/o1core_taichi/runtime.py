@@ -17,6 +17,8 @@ from functools import cache
 from math import prod
 from typing import Any
 
+import numpy.typing as npt
+
 from o1core.errors import BackendUnavailable
 from o1core_taichi import devices
 from o1core_taichi.language import NAME, VERSION, changed_environment, homeless, ti
@@ -145,6 +147,22 @@ class Runtime:
                     f"{self.name} has no room for {extents} numbers: {fault}"
                 ) from fault
 
+    @property
+    def copies(self) -> bool:
+        """Whether `upload` and `download` can be called, which copy an array once and one way."""
+        return self.arch == "cuda"
+
+    def upload(self, array: npt.NDArray[Any], dtype: Any) -> Any:
+        """An array of the language with what is in the host's, which is C-contiguous."""
+        made = self.array(dtype, array.shape)
+        self._context.upload(_program().get_ndarray_data_ptr_as_int(made.arr), array)
+        return made
+
+    def download(self, made: Any, array: npt.NDArray[Any]) -> None:
+        """Copy an array of the language to the host's, once all launches are done."""
+        _program().synchronize()
+        self._context.download(_program().get_ndarray_data_ptr_as_int(made.arr), array)
+
     def _discard(self, array: dict[str, Any]) -> None:
         """Keep what an array was for another one of its size; waits for no other thread."""
         if os.getpid() != self._pid or self.gone:
@@ -162,25 +180,22 @@ class Runtime:
     def _collect(self) -> None:
         while self._returned:
             array = self._returned.popleft()
-            key = array["dtype"], array["shape"]
+            key = array["_o1core_key"]
             self._spare.setdefault(key, []).append(array)
             self._spare.move_to_end(key)
 
     def _delete(self, keep: int) -> None:
         """Delete spare arrays down to so many bytes, the sizes that were longest unused first."""
-        spare = [array for arrays in self._spare.values() for array in arrays]
-        total = sum(4 * prod(array["shape"]) for array in spare)
+        total = sum(4 * prod(shape) * len(arrays) for (_, shape), arrays in self._spare.items())
         if total <= keep:
             return
         program = _program()
         # The language keeps for good what a kernel that is not known to be done has used.
         program.synchronize()
-        for array in spare:
-            if total <= keep:
-                break
-            self._spare[array["dtype"], array["shape"]].remove(array)
-            total -= 4 * prod(array["shape"])
-            program.delete_ndarray(array["arr"])
+        for (_, shape), arrays in self._spare.items():
+            while arrays and total > keep:
+                program.delete_ndarray(arrays.pop()["arr"])
+                total -= 4 * prod(shape)
         self._spare = OrderedDict((key, arrays) for key, arrays in self._spare.items() if arrays)
 
 
@@ -192,7 +207,7 @@ class _Array(ti.lang._ndarray.ScalarNdarray):  # type: ignore[misc]
     """
 
     def __init__(self, runtime: Runtime, dtype: Any, shape: tuple[int, ...]) -> None:
-        self._o1core_runtime = runtime
+        self._o1core_runtime, self._o1core_key = runtime, (dtype, shape)
         super().__init__(dtype, shape)
 
     def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
@@ -228,6 +243,18 @@ class _CudaContext:
     def __exit__(self, *fault: object) -> None:
         if self._pushed.pop():
             self._cuda.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+
+    def upload(self, address: int, array: npt.NDArray[Any]) -> None:
+        to, source = ctypes.c_uint64(address), ctypes.c_void_p(array.ctypes.data)
+        self._require(self._cuda.cuMemcpyHtoD_v2(to, source, ctypes.c_size_t(array.nbytes)))
+
+    def download(self, address: int, array: npt.NDArray[Any]) -> None:
+        to, source = ctypes.c_void_p(array.ctypes.data), ctypes.c_uint64(address)
+        self._require(self._cuda.cuMemcpyDtoH_v2(to, source, ctypes.c_size_t(array.nbytes)))
+
+    def _require(self, failed: int) -> None:
+        if failed:
+            raise RuntimeError(f"the CUDA driver could not copy an array: error {failed}")
 
 
 # The language -------------------------------------------------------------------------------------
