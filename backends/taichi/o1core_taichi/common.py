@@ -55,8 +55,8 @@ NUMBERS = ("groups", "heads", "landmarks", "sinks", "ring", "head_dim", "value_d
 STATE = ("ring_k", "ring_v", "far_max_mass", "far_num")
 SEALED = ("sink_k", "sink_v", "k_landmarks", "q_landmarks", "mix")
 SCRATCH = (
-    *("far_logits", "far_peaks", "block_mass", "running_max", "running_mass", "numerators"),
-    *("weights", "landmark_store"),
+    *("far_logits", "far_peaks", "far_weights", "block_mass", "running_max", "running_mass"),
+    *("numerators", "weights", "landmark_store"),
 )
 FIELDS = (*NUMBERS, "room", *STATE, *SEALED, *SCRATCH, "scale")
 """What `sizes` holds: numbers; the rows that scratch has room for; where each part begins in its
@@ -92,13 +92,14 @@ def sizes_of(sizes: ti.template()):
         mix=sizes[17],
         far_logits=sizes[18],
         far_peaks=sizes[19],
-        block_mass=sizes[20],
-        running_max=sizes[21],
-        running_mass=sizes[22],
-        numerators=sizes[23],
-        weights=sizes[24],
-        landmark_store=sizes[25],
-        scale=ti.bit_cast(sizes[26], ti.f32),
+        far_weights=sizes[20],
+        block_mass=sizes[21],
+        running_max=sizes[22],
+        running_mass=sizes[23],
+        numerators=sizes[24],
+        weights=sizes[25],
+        landmark_store=sizes[26],
+        scale=ti.bit_cast(sizes[27], ti.f32),
         landmark_rows=sizes[1] * sizes[2],
         stride=sizes[3] + sizes[4] + BAND + sizes[2],
     )
@@ -141,6 +142,11 @@ def far_logits_at(g: ti.template(), x: ti.i32) -> ti.i32:
 @ti.func
 def far_peaks_at(g: ti.template(), x: ti.i32) -> ti.i32:
     return g.far_peaks + x * g.room
+
+
+@ti.func
+def far_weights_at(g: ti.template(), x: ti.i32) -> ti.i32:
+    return g.far_weights + x * g.room
 
 
 @ti.func
@@ -279,7 +285,7 @@ def far_peaks(
     scratch: ti.template(),
     rows: ti.i32,
 ):
-    """Running maxima of the landmark logits within each block, and the masses of the blocks."""
+    """Running maxima of the landmark logits within each block; at the last, weights and mass."""
     for i in range(count):
         g = sizes_of(sizes)
         blocks = (rows + BLOCK - 1) // BLOCK
@@ -290,13 +296,16 @@ def far_peaks(
         last = ti.min(gone_by(ring, rows), first + BLOCK)
         logits = far_logits_at(g, x)
         peaks = far_peaks_at(g, x)
+        weights = far_weights_at(g, x)
         peak = LOWEST
         for key in range(first, last):
             peak = ti.max(peak, scratch[logits + key])
             scratch[peaks + key] = peak
         mass = 0.0
         for key in range(first, last):
-            mass += decay(scratch[logits + key] - peak)
+            weight = decay(scratch[logits + key] - peak)
+            scratch[weights + key] = weight
+            mass += weight
         if first < last:
             scratch[g.block_mass + block_at(g, block, x)] = mass
 

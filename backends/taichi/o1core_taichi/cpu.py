@@ -7,10 +7,9 @@ since that would change its order.
 from o1core_taichi.common import (
     BLOCK,
     TILE,
-    decay,
     end_of,
     far_logits_at,
-    far_peaks_at,
+    far_weights_at,
     gone,
     gone_by,
     head_rows,
@@ -96,6 +95,37 @@ def far_e(
 
 
 @ti.func
+def summed(
+    g: ti.template(),
+    ring: ti.template(),
+    state: ti.template(),
+    scratch: ti.template(),
+    v: ti.template(),
+    x: ti.i32,
+    first: ti.i32,
+    end: ti.i32,
+    first_row: ti.i32,
+    t: ti.i32,
+    width: ti.template(),
+):
+    """So many neighbouring elements of a block's numerator, from t on."""
+    group = x // g.landmark_rows
+    weights = far_weights_at(g, x)
+    sums = ti.Vector.zero(ti.f32, width)
+    for key in range(first, ti.min(end, ring.length)):
+        weight = scratch[weights + key]
+        value = ring_v_at(g, group, slot_of(ring, key)) + t
+        for j in ti.static(range(width)):
+            sums[j] += weight * state[value + j]
+    for key in range(ti.max(first, ring.length), end):
+        weight = scratch[weights + key]
+        row = first_row + key - ring.length
+        for j in ti.static(range(width)):
+            sums[j] += weight * v[row, group, t + j]
+    return sums
+
+
+@ti.func
 def far_sums(
     count: ti.template(),
     sizes: ti.template(),
@@ -109,25 +139,20 @@ def far_sums(
     """The numerator that each block adds."""
     for x in range(count):
         g = sizes_of(sizes)
-        group = x // g.landmark_rows
-        ring = ring_of(meta, g, group)
+        ring = ring_of(meta, g, x // g.landmark_rows)
         all_gone = gone_by(ring, rows)
         for block in range((all_gone + BLOCK - 1) // BLOCK):
             to = numerator_at(g, block, x)
-            end = ti.min(all_gone, (block + 1) * BLOCK)
-            peak = scratch[far_peaks_at(g, x) + end - 1]
-            for t in range(g.value_dim):
-                scratch[to + t] = 0.0
-            for key in range(block * BLOCK, end):
-                weight = decay(scratch[far_logits_at(g, x) + key] - peak)
-                if key < ring.length:
-                    at = ring_v_at(g, group, slot_of(ring, key))
-                    for t in range(g.value_dim):
-                        scratch[to + t] += weight * state[at + t]
-                else:
-                    row = first_row + key - ring.length
-                    for t in range(g.value_dim):
-                        scratch[to + t] += weight * v[row, group, t]
+            first = block * BLOCK
+            end = ti.min(all_gone, first + BLOCK)
+            for i in range(g.value_dim // WIDTH):
+                t = i * WIDTH
+                sums = summed(g, ring, state, scratch, v, x, first, end, first_row, t, WIDTH)
+                for j in ti.static(range(WIDTH)):
+                    scratch[to + t + j] = sums[j]
+            for t in range(g.value_dim // WIDTH * WIDTH, g.value_dim):
+                one = summed(g, ring, state, scratch, v, x, first, end, first_row, t, 1)
+                scratch[to + t] = one[0]
 
 
 @ti.func

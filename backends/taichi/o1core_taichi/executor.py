@@ -340,6 +340,7 @@ def _scratch_shapes(g: Geometry, rows: int, on_cpu: bool) -> Shapes:
     return {
         "far_logits": (landmark_rows, rows),
         "far_peaks": (landmark_rows, rows),
+        "far_weights": (landmark_rows, rows),
         "block_mass": (blocks, landmark_rows),
         "running_max": (blocks, landmark_rows),
         "running_mass": (blocks, landmark_rows),

@@ -9,10 +9,9 @@ from o1core_taichi.common import (
     BLOCK,
     MAX_LANDMARKS,
     TILE,
-    decay,
     end_of,
     far_logits_at,
-    far_peaks_at,
+    far_weights_at,
     first_row_of,
     gone,
     gone_by,
@@ -177,13 +176,10 @@ def far_sums(
         start = block * BLOCK
         end = ti.min(gone_by(ring, rows), start + BLOCK)
         if start < end:
-            logits = ti.Vector.zero(ti.i32, LOADS)
-            peaks = ti.Vector.zero(ti.f32, LOADS)
+            weights = ti.Vector.zero(ti.i32, LOADS)
             for e in ti.static(range(LOADS)):
                 at = ti.min(top + thread // DEPTH + ROWS_APART * e, g.landmark_rows - 1)
-                x = group * g.landmark_rows + at
-                logits[e] = far_logits_at(g, x)
-                peaks[e] = scratch[far_peaks_at(g, x) + end - 1]
+                weights[e] = far_weights_at(g, group * g.landmark_rows + at)
             sums = ti.Matrix.zero(ti.f32, 4, 4)
             slices = (end - start + DEPTH - 1) // DEPTH
             for j in range(slices + 1):
@@ -193,7 +189,7 @@ def far_sums(
                 for e in ti.static(range(LOADS)):
                     key = first + thread % DEPTH
                     if key < end:
-                        left[e] = decay(scratch[logits[e] + key] - peaks[e])
+                        left[e] = scratch[weights[e] + key]
                     key = first + thread // TILE + TERMS_APART * e
                     if key < end and t < g.value_dim:
                         if key < ring.length:
