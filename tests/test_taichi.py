@@ -404,6 +404,20 @@ def test_a_backend_that_returns_nan_on_the_device_is_caught(
     assert same_state(layer.state(), before)
 
 
+def test_more_numbers_than_the_language_can_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_backend("taichi")
+    from o1core_taichi.resident import LanguageRows
+
+    rows = LanguageRows.__new__(LanguageRows)
+    rows.shapes = {"q": (2**22, 8, 64), "k": (2**22, 8, 64), "v": (2**22, 8, 64)}
+    g = SMALL.geometry(groups=8, heads_per_group=1, head_dim=64, value_dim=64, rows=80)
+    handle: Any = None
+    with pytest.raises(
+        ValueError, match=r"q must have at most 2,147,483,647 elements .* less rows"
+    ):
+        rows.run(o1core.Plan.build(g, 2**22), handle, None, None)
+
+
 def cuda_torch() -> Any:
     if TAICHI_ARCH != "cuda":
         pytest.skip("only with O1CORE_TAICHI_ARCH=cuda, on a machine that has it")

@@ -17,31 +17,20 @@ from o1core.config import Geometry
 from o1core.executor import Buffers, DeviceRows, Executor
 from o1core.layout import GroupMeta, Meta, buffers, state_buffers
 from o1core.plan import Plan
-from o1core_taichi.common import (
-    BAND,
-    BLOCK,
-    FIELDS,
-    MAX_LANDMARKS,
-    SEALED,
-    STATE,
-    TILE,
-)
+from o1core_taichi.common import BAND, BLOCK, FIELDS, MAX_LANDMARKS, SEALED, STATE, TILE
 from o1core_taichi.kernels import call_on_cpu, call_on_gpu
 from o1core_taichi.language import NAME, ti
 from o1core_taichi.resident import resident
-from o1core_taichi.runtime import Runtime, describe, open_runtime, why_not_auto
+from o1core_taichi.runtime import MAX_ELEMENTS, Runtime, describe, open_runtime, why_not_auto
 
 __all__ = ["TaichiExecutor", "TaichiState"]
 
-MAX_ELEMENTS = 2**31 - 1
-"""Of one array: the language counts them in 32 bits."""
 SCRATCH_BUDGET, CPU_SCRATCH_BUDGET = 2**28, 2**24
 """Bytes; calls that need more run in slabs of rows."""
 ARRAY_BUDGET = 2**24
 """Bytes of a host array in one launch, which has a copy of it on the device."""
-KEPT_SCRATCH = 8
+KEPT_SCRATCH = 4
 """Geometries whose scratch is kept."""
-
 
 Rows = tuple[F32, F32, F32]
 
@@ -99,15 +88,17 @@ class TaichiExecutor(Executor):
     auto_rank: ClassVar[int] = 10
 
     def __init__(self, runtime: Runtime, device: Any = None) -> None:
-        self.device = runtime.name
-        self.software = runtime.software
+        self._asked = device
+        self._staging: list[F32] = []
+        self._use(runtime)
+
+    def _use(self, runtime: Runtime) -> None:
+        self.device, self.software = runtime.name, runtime.software
         self.detail = "the host's runtime" if runtime.adopted else ""
         self._runtime = runtime
-        self._asked = device
         self._scratch: OrderedDict[Geometry, Scratch] = OrderedDict()
-        self._reasons: dict[Geometry, list[str]] = {}
-        self._staging: list[F32] = []
         self._notes: dict[int, dict[str, Any]] = {}
+        self._reasons: dict[Geometry, list[str]] = {}
 
     @classmethod
     def open(cls, device: Any = None) -> Self:
@@ -161,10 +152,7 @@ class TaichiExecutor(Executor):
 
     def allocate(self, geometry: Geometry) -> TaichiState:
         if self._runtime.gone:
-            runtime = open_runtime(self._asked)
-            self._runtime, self.device = runtime, runtime.name
-            self._scratch.clear()
-            self._notes.clear()
+            self._use(open_runtime(self._asked))
         runtime = self._runtime
         with runtime.using():
             moving = _moving(runtime, geometry)

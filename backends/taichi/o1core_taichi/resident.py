@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from o1core.layout import GroupMeta, Meta
 from o1core.plan import Plan
 from o1core_taichi.kernels import NO_FAULT, check_rows, convert, fold, report, unfold
 from o1core_taichi.language import NAME, ti
-from o1core_taichi.runtime import IMPORTED_AS, Runtime
+from o1core_taichi.runtime import IMPORTED_AS, MAX_ELEMENTS, Runtime
 
 if TYPE_CHECKING:
     from o1core_taichi.executor import TaichiExecutor, TaichiState
@@ -103,6 +104,12 @@ class Resident(DeviceRows):
         limits: Mapping[str, float] | None,
     ) -> tuple[Meta | None, Any]:
         g = plan.geometry
+        for name, size in _elements(self.shapes, plan).items():
+            if size > MAX_ELEMENTS:
+                raise ValueError(
+                    f"{name} must have at most {MAX_ELEMENTS:,} elements ({NAME}), got {size:,}: "
+                    "extend by less rows at a time"
+                )
         told = np.zeros((g.groups + 1, 4), np.int32)
         with self._runtime.using():
             out = self._new((plan.rows, g.heads, g.value_dim))
@@ -136,6 +143,12 @@ class Resident(DeviceRows):
             if told[-1, 3] != NO_FAULT:
                 raise not_finite(self._executor.name)
         return [GroupMeta(*group[:3]) for group in told[:-1].view(np.uint32).tolist()], result
+
+
+def _elements(shapes: Mapping[str, tuple[int, ...]], plan: Plan) -> dict[str, int]:
+    """How many numbers the arrays of a call have."""
+    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+    return {**sizes, "the output": plan.rows * plan.geometry.heads * plan.geometry.value_dim}
 
 
 class LanguageRows(Resident):

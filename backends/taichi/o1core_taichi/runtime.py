@@ -43,6 +43,8 @@ GONE = (
     "engine is opened, and only once"
 )
 
+MAX_ELEMENTS = 2**31 - 1
+"""Of one array: the language counts them in 32 bits."""
 SPARE_BYTES = 2**26
 """Of arrays that nobody has any more, kept for others of their sizes."""
 
@@ -125,9 +127,8 @@ class Runtime:
         """
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
         extents = " x ".join(map(str, sizes))
-        # The language counts in 32 bits and would make a smaller one; an empty one ends the
-        # process on Vulkan.
-        if not 0 < prod(sizes) < 2**31:
+        # A larger one would silently be smaller; an empty one ends the process on Vulkan.
+        if not 0 < prod(sizes) <= MAX_ELEMENTS:
             raise MemoryError(f"arrays of {NAME} have 1 to 2**31 - 1 numbers, got {extents}")
         with self.using():
             self._collect()
