@@ -557,6 +557,8 @@ class Layer:
         with self._engine._lock:
             self._engine._require_open()
             if snapshot.state is not None:
+                # The device may be another one by now.
+                self._require_supported(Plan.build(snapshot.state.geometry, 1))
                 self._at = _place(self._executor, snapshot.state)
             else:
                 at = snapshot._standing

@@ -364,10 +364,10 @@ def test_arrays_that_do_not_belong_together(engine: o1core.O1Batch, ti: Any) -> 
     with pytest.raises(ValueError, match="k must have as many rows as q, 200, got 199"):
         layer.extend(Q, device_array(ti, k[1:]), V)
     whole = ti.ndarray(ti.i32, q.shape)
-    with pytest.raises(TypeError, match="q must have elements of type f16, f32 or f64"):
+    with pytest.raises(TypeError, match="q must be an array of numbers, of type f16, f32 or f64"):
         layer.extend(whole, K, V)
     vectors = ti.Vector.ndarray(12, ti.f32, (200, 2))
-    with pytest.raises(TypeError, match="v must have elements of type f16, f32 or f64"):
+    with pytest.raises(TypeError, match="v must be an array of numbers, of type f16, f32 or f64"):
         layer.extend(Q, K, vectors)
     assert same_state(layer.state(), before)
 

@@ -452,6 +452,124 @@ def test_arrays_go_with_their_last_reference(place: Place, arch: str) -> None:
     assert place.run(code + textwrap.indent(LAUNCH, "    ")).strip() == ""
 
 
+LAYER = f"""{USE}
+import threading, o1core
+from o1core.testing import random_rows
+q, k, v = random_rows(0, 300)
+def layer_of(engine, config=o1core.Config(8, 64, 2)):
+    return engine.seal(q[:120], k[:120], v[:120], config)
+def in_a_thread(call):
+    faults = []
+    def run():
+        try:
+            call()
+        except Exception as fault:
+            faults.append(fault)
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return faults
+"""
+
+
+WARM: Changes = {**ALONE, "HOME": os.environ.get("HOME")}
+"""With the kernels that other tests have compiled."""
+
+
+@pytest.mark.parametrize("adopted", [False, True])
+def test_fields_that_are_not_made_yet_survive(place: Place, adopted: bool) -> None:
+    """A launch makes them, and outside the thread of ti.init() the language fails half way."""
+    code = f"""
+    if {adopted}:
+        ti.init(arch=ti.cpu, log_level=ti.ERROR)
+    engine = o1core.O1Batch("taichi", fallback=None, device="cpu")
+    layers = []
+    assert not in_a_thread(lambda: layers.append(layer_of(engine)))
+    layer = layers[0]
+    field = ti.field(ti.f32, 1000)
+    (fault,) = in_a_thread(lambda: layer.extend(q[120:], k[120:], v[120:]))
+    assert isinstance(fault, RuntimeError) and "sync() there first" in str(fault), fault
+    assert layer.rows_seen == 120
+    field.fill(2.0)
+    assert not in_a_thread(lambda: layer.extend(q[120:], k[120:], v[120:]))
+    other = ti.field(ti.f32, 10)
+    layer.extend(q[120:], k[120:], v[120:])  # here, it may
+    other.fill(1.0)
+    assert field.to_numpy().sum() == 2000 and other.to_numpy().sum() == 10
+    """
+    out = place.run(code, WARM, LAYER)
+    assert all(line.startswith(STARTS) for line in out.splitlines())
+
+
+def test_a_hosts_tape_records_its_own_kernels_alone(place: Place) -> None:
+    code = """
+    ti.init(arch=ti.cpu, log_level=ti.ERROR)
+    x = ti.field(ti.f32, 4, needs_grad=True)
+    loss = ti.field(ti.f32, (), needs_grad=True)
+    @ti.kernel
+    def square():
+        for i in x:
+            loss[None] += x[i] ** 2
+    x.fill(3.0)
+    layer = layer_of(o1core.O1Batch("taichi", fallback=None))
+    layer.fork().extend(q[120:], k[120:], v[120:])
+    with ti.ad.Tape(loss):
+        square()
+        layer.extend(q[120:], k[120:], v[120:])
+    assert (x.grad.to_numpy() == 6).all()
+    """
+    place.run(code, WARM, LAYER)
+
+
+def test_a_daemon_thread_at_the_end(place: Place) -> None:
+    code = """
+    import time
+    layer = layer_of(o1core.O1Batch("taichi", fallback=None, device="cpu"))
+    layer.extend(q[:64], k[:64], v[:64])
+    def for_ever():
+        while True:
+            layer.extend(q[:64], k[:64], v[:64])
+    threading.Thread(target=for_ever, daemon=True).start()
+    time.sleep(0.5)
+    """
+    assert place.run(code, WARM, LAYER) == ""
+
+
+def test_limits_are_those_of_the_arch_that_is(place: Place, vulkan: bool) -> None:
+    if not vulkan:
+        pytest.skip("there is no Vulkan device")
+    code = """
+    ti.init(arch=ti.cpu, log_level=ti.ERROR)
+    engine = o1core.O1Batch("taichi", fallback=None)
+    q, k, v = random_rows(0, 2700)
+    config = o1core.Config(300, 64, 2)
+    layer = engine.seal(q[:2600], k[:2600], v[:2600], config)
+    kept = layer.snapshot(durable=True)
+    ti.init(arch=ti.vulkan, log_level=ti.ERROR)
+    words = "landmarks must be at most 256", "vulkan", "got 300"
+    refused(BackendUnavailable, lambda: layer.restore(kept), *words)
+    refused(BackendUnavailable, lambda: engine.load(kept.state), *words)
+    """
+    place.run(code, WARM, LAYER)
+
+
+def test_copies_of_an_array_have_memory_of_their_own(place: Place, arch: str) -> None:
+    code = f"""
+    import copy
+    opened = open_runtime({arch!r})
+    a = opened.array(ti.f32, 64)
+    with opened.using():
+        a.from_numpy(NUMBERS)
+    twins = copy.copy(a), copy.deepcopy(a)
+    del a
+    b = opened.array(ti.f32, 64)
+    with opened.using():
+        b.fill(7)
+    assert all((twin.to_numpy() == NUMBERS).all() for twin in twins)
+    """
+    assert place.run(code) == ""
+
+
 FORK = """
 import os, threading, time
 a, b = opened.array(ti.f32, 64), opened.array(ti.f32, 64)

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from o1core.checks import F32
 from o1core.config import Geometry
+from o1core.errors import BackendUnavailable
 from o1core.executor import Buffers, DeviceRows, Executor
 from o1core.layout import GroupMeta, Meta, buffers, state_buffers
 from o1core.plan import Plan
@@ -21,7 +22,14 @@ from o1core_taichi.common import BAND, BLOCK, FIELDS, MAX_LANDMARKS, SEALED, STA
 from o1core_taichi.kernels import call_on_cpu, call_on_gpu
 from o1core_taichi.language import NAME, ti
 from o1core_taichi.resident import resident
-from o1core_taichi.runtime import MAX_ELEMENTS, Runtime, describe, open_runtime, why_not_auto
+from o1core_taichi.runtime import (
+    MAX_ELEMENTS,
+    Runtime,
+    describe,
+    open_runtime,
+    why_not_auto,
+    would_be,
+)
 
 __all__ = ["TaichiExecutor", "TaichiState"]
 
@@ -121,25 +129,32 @@ class TaichiExecutor(Executor):
         return self._runtime.arch == "cpu"
 
     def unsupported(self, plan: Plan) -> list[str]:
+        if self._runtime.gone:
+            # What is asked for will run on the one that comes next.
+            try:
+                return self._why_not(plan.geometry, would_be(self._asked))
+            except BackendUnavailable as fault:
+                return list(fault.reasons)
         # Calls are run in parts where they must be, so the sizes decide.
         reasons = self._reasons.get(plan.geometry)
         if reasons is None:
             if len(self._reasons) > 256:
                 self._reasons.clear()
-            reasons = self._reasons[plan.geometry] = self._why_not(plan.geometry)
+            reasons = self._why_not(plan.geometry, self._runtime.arch)
+            self._reasons[plan.geometry] = reasons
         return list(reasons)
 
-    def _why_not(self, g: Geometry) -> list[str]:
-        reasons = []
-        if not self.on_cpu and g.landmarks > MAX_LANDMARKS:
+    def _why_not(self, g: Geometry, arch: str) -> list[str]:
+        reasons, on_cpu = [], arch == "cpu"
+        if not on_cpu and g.landmarks > MAX_LANDMARKS:
             reasons.append(
-                f"landmarks must be at most {MAX_LANDMARKS} ({self.device}), got {g.landmarks}"
+                f"landmarks must be at most {MAX_LANDMARKS} ({NAME} on {arch}), got {g.landmarks}"
             )
         sizes = {b.name: b.nbytes // 4 for b in buffers(g, TILE) if b.role in ("input", "output")}
         sizes |= {
             "state": _total(_shapes(g, STATE)),
             "sealed state": _total(_shapes(g, SEALED)),
-            "scratch": _total(_scratch_shapes(g, TILE, self.on_cpu)),
+            "scratch": _total(_scratch_shapes(g, TILE, on_cpu)),
         }
         reasons += [
             f"{name} must have at most {MAX_ELEMENTS:,} elements ({NAME}), got {size:,}"

@@ -30,7 +30,7 @@ def choose() -> str:
         if not _installed(wanted):
             raise ModuleNotFoundError(f"No module named {wanted!r} ({VARIABLE})", name=wanted)
         return wanted
-    for found in (sys.modules.__contains__, _installed):
+    for found in (_is_initialised, sys.modules.__contains__, _installed):
         for name in LANGUAGES:
             if found(name):
                 return name
@@ -38,6 +38,16 @@ def choose() -> str:
         reason = "neither taichi nor quadrants has wheels for Python 3.14: use Python 3.11 to 3.13"
         raise BackendUnavailable("taichi", [reason])
     raise ModuleNotFoundError("No module named 'taichi' or 'quadrants'", name="taichi")
+
+
+def _is_initialised(name: str) -> bool:
+    """Whether the host has called its init()."""
+    module: Any = sys.modules.get(name)
+    try:
+        runtime = module.lang.impl.get_runtime()
+    except AttributeError:
+        return False
+    return getattr(runtime, "_prog", None) is not None or vars(runtime).get("prog") is not None
 
 
 def _installed(name: str) -> bool:
@@ -68,7 +78,7 @@ def _set(values: Mapping[str, str | None]) -> None:
 
 def homeless() -> dict[str, str | None]:
     """What to change where there is no home: the language ends the process if it finds none."""
-    if os.name != "posix" or os.environ.get("HOME"):
+    if os.name != "posix" or os.path.isdir(os.environ.get("HOME", "")):
         return {}
     return {"HOME": tempfile.gettempdir()}
 

@@ -17,7 +17,7 @@ from o1core.layout import GroupMeta, Meta
 from o1core.plan import Plan
 from o1core_taichi.kernels import NO_FAULT, check_rows, convert, fold, report, unfold
 from o1core_taichi.language import NAME, ti
-from o1core_taichi.runtime import IMPORTED_AS, MAX_ELEMENTS, Runtime
+from o1core_taichi.runtime import IMPORTED_AS, MAX_ELEMENTS, Array, Runtime
 
 if TYPE_CHECKING:
     from o1core_taichi.executor import TaichiExecutor, TaichiState
@@ -163,7 +163,13 @@ class LanguageRows(Resident):
         for name, array in values.items():
             if not isinstance(array, ScalarNdarray) or array.dtype not in (ti.f16, ti.f32, ti.f64):
                 raise TypeError(
-                    f"{name} must have elements of type f16, f32 or f64, got {array.element_type}"
+                    f"{name} must be an array of numbers, of type f16, f32 or f64, "
+                    f"got elements {array.element_type}"
+                )
+            if isinstance(array, Array) and array.is_gone:
+                raise ValueError(
+                    f"{name} must be an array of the runtime that is: the host called "
+                    f"{IMPORTED_AS}.init() or {IMPORTED_AS}.reset() since"
                 )
 
     def _folded(self, name: str, batch: int | None) -> Any:

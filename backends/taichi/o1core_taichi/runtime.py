@@ -23,7 +23,17 @@ from o1core.errors import BackendUnavailable
 from o1core_taichi import devices
 from o1core_taichi.language import NAME, VERSION, changed_environment, homeless, ti
 
-__all__ = ["ARCHES", "Runtime", "RuntimeGoneError", "describe", "open_runtime", "why_not_auto"]
+__all__ = [
+    "ARCHES",
+    "MAX_ELEMENTS",
+    "Array",
+    "Runtime",
+    "RuntimeGoneError",
+    "describe",
+    "open_runtime",
+    "why_not_auto",
+    "would_be",
+]
 
 ARCHES = ("cuda", "vulkan", "metal", "cpu")
 PREFIX = {"taichi": "TI_", "quadrants": "QD_"}[NAME]
@@ -45,6 +55,10 @@ GONE = (
 
 MAX_ELEMENTS = 2**31 - 1
 """Of one array: the language counts them in 32 bits."""
+UNMADE = (
+    f"the host has declared fields of {NAME} that are not made yet, and a call in another thread "
+    f"than that of {IMPORTED_AS}.init() would destroy them: call {IMPORTED_AS}.sync() there first"
+)
 SPARE_BYTES = 2**26
 """Of arrays that nobody has any more, kept for others of their sizes."""
 
@@ -65,6 +79,14 @@ class Runtime:
         self.arch = _arch_of_program()
         self.adopted = adopted
         self.name, self.software = _describe(self.arch)
+        # Fields are made by the next launch, which on these arches must be in the thread that has
+        # called ti.init(). Which one that was of the host's is not known: the main one, probably.
+        self._makes_fields_in = 0
+        if self.arch in ("cpu", "cuda"):
+            main = threading.main_thread().ident or 0
+            self._makes_fields_in = main if adopted else threading.get_ident()
+        if not _has_made_any() and not _has_fields_to_make() and self._may_make_fields():
+            ti.sync()
         # Not the program itself, which would outlive the host's next ti.init() and keep memory.
         self._program = weakref.ref(_program())
         self._pid = os.getpid()
@@ -96,6 +118,9 @@ class Runtime:
         if self.gone:
             raise RuntimeGoneError(GONE)
 
+    def _may_make_fields(self) -> bool:
+        return self._makes_fields_in in (0, threading.get_ident())
+
     @contextmanager
     def using(self) -> Iterator[None]:
         """The language, to this thread alone, and for kernels that are compiled to be exact.
@@ -106,16 +131,22 @@ class Runtime:
         self.require_process()
         with lock:
             self.require_live()
-            config = ti.lang.impl.current_cfg()
+            if not self._may_make_fields() and (_has_fields_to_make() or not _has_made_any()):
+                raise RuntimeError(UNMADE)
+            config, runtime = ti.lang.impl.current_cfg(), ti.lang.impl.get_runtime()
+            # The host's recording of kernels, to differentiate them, is none of these launches'.
+            recording = runtime.target_tape, runtime.fwd_mode_manager
             fast_math = config.fast_math
             if fast_math:
                 config.fast_math = False
+            runtime.target_tape = runtime.fwd_mode_manager = None
             _depth += 1
             try:
                 with self._context:
                     yield
             finally:
                 _depth -= 1
+                runtime.target_tape, runtime.fwd_mode_manager = recording
                 # Which the host may have initialised anew in a callback.
                 if fast_math and not self.gone:
                     config.fast_math = True
@@ -134,16 +165,16 @@ class Runtime:
             self._collect()
             spare = self._spare.get((dtype, sizes))
             if spare:
-                array = _Array.__new__(_Array)
+                array = Array.__new__(Array)
                 array.__dict__.update(spare.pop())
                 return array
             self._delete(SPARE_BYTES)
             try:
-                return _Array(self, dtype, sizes)
+                return Array(self, dtype, sizes)
             except RuntimeError as fault:
                 self._delete(0)
                 with suppress(RuntimeError):
-                    return _Array(self, dtype, sizes)
+                    return Array(self, dtype, sizes)
                 raise MemoryError(
                     f"{self.name} has no room for {extents} numbers: {fault}"
                 ) from fault
@@ -200,7 +231,7 @@ class Runtime:
         self._spare = OrderedDict((key, arrays) for key, arrays in self._spare.items() if arrays)
 
 
-class _Array(ti.lang._ndarray.ScalarNdarray):  # type: ignore[misc]
+class Array(ti.lang._ndarray.ScalarNdarray):  # type: ignore[misc]
     """An array that is deleted from its own program or not at all.
 
     The language's own deletes itself from the program that is current then, which after a
@@ -210,6 +241,21 @@ class _Array(ti.lang._ndarray.ScalarNdarray):  # type: ignore[misc]
     def __init__(self, runtime: Runtime, dtype: Any, shape: tuple[int, ...]) -> None:
         self._o1core_runtime, self._o1core_key = runtime, (dtype, shape)
         super().__init__(dtype, shape)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether its program is, and with it what it held."""
+        return self._o1core_runtime.gone
+
+    def __copy__(self) -> Any:
+        """Another array: two that share their memory would both be given back."""
+        with self._o1core_runtime.using():
+            twin = self._o1core_runtime.array(*self._o1core_key)
+            twin.copy_from(self)
+        return twin
+
+    def __deepcopy__(self, memo: Any = None) -> Any:
+        return self.__copy__()
 
     def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         # Not there if it could not be created.
@@ -268,6 +314,18 @@ def _program() -> Any:
     return getattr(ti.lang.impl.get_runtime(), _ATTRIBUTE)
 
 
+def _has_made_any() -> bool:
+    """Whether the language has made fields, be it none, as it does before the first launch."""
+    made: bool = ti.lang.impl.get_runtime().materialized
+    return made
+
+
+def _has_fields_to_make() -> bool:
+    """Whether the host has declared fields that the next launch makes."""
+    builder = ti.lang.impl._root_fb
+    return not (builder.finalized or builder.empty)
+
+
 def _arch_of_program() -> str:
     """The arch of the program, by our name for it if we know it."""
     name: str = ti._lib.core.arch_name(ti.lang.impl.current_cfg().arch)
@@ -319,6 +377,7 @@ def open_runtime(device: Any = None) -> Runtime:
     global _shared
     _check(device)
     _refuse_forked()
+    _expect_the_end()
     with lock:
         if _shared is not None and not _shared.gone:
             if device not in (None, _shared.arch):
@@ -336,17 +395,23 @@ def open_runtime(device: Any = None) -> Runtime:
         return _shared
 
 
+@cache
+def _expect_the_end() -> None:
+    """At exit, keep threads that go on out of the language: they would abort the process."""
+    atexit.register(lambda: lock.acquire(timeout=5))
+
+
 def describe(device: Any = None) -> str:
     """What `open_runtime` would open, as `Runtime.name` says it. Initialises nothing.
 
     Raises as that does.
     """
     with lock:
-        return _describe(_would_be(device), open_already=_started())[0]
+        return _describe(would_be(device), open_already=_started())[0]
 
 
-def _would_be(device: Any) -> str:
-    """The arch that `open_runtime` would give."""
+def would_be(device: Any) -> str:
+    """The arch that `open_runtime` would give; raises as that does."""
     _check(device)
     _refuse_forked()
     if not _started():
@@ -365,7 +430,7 @@ def why_not_auto(device: Any = None) -> str:
     Initialises nothing. Raises as `open_runtime` does.
     """
     with lock:
-        arch = _would_be(device)
+        arch = would_be(device)
         if arch == "cpu":
             return "taichi would run on the CPU (numpy is faster there)"
         if arch == "vulkan":
