@@ -148,14 +148,17 @@ def test_snapshots_share_what_no_call_overwrites(engine: o1core.O1Batch) -> None
 def test_limits_are_named() -> None:
     require_backend("taichi")
     from o1core_taichi import TaichiExecutor
+    from o1core_taichi.language import NAME
 
-    runtime: Any = SimpleNamespace(arch="cuda", name="a GPU", software=False, adopted=False)
+    runtime: Any = SimpleNamespace(
+        arch="cuda", name="a GPU", software=False, adopted=False, gone=False
+    )
     executor = TaichiExecutor(runtime)
     wide = o1core.Config(300, 32, 2).geometry(
         groups=1, heads_per_group=1, head_dim=8, value_dim=8, rows=4000
     )
     (reason,) = executor.unsupported(o1core.Plan.build(wide, 1))
-    assert reason == "landmarks must be at most 256 (a GPU), got 300"
+    assert reason == f"landmarks must be at most 256 ({NAME} on cuda), got 300"
     huge = o1core.Config(8, 2**20, 2).geometry(
         groups=64, heads_per_group=1, head_dim=64, value_dim=64, rows=2**21
     )
@@ -416,6 +419,33 @@ def test_more_numbers_than_the_language_can_count(monkeypatch: pytest.MonkeyPatc
         ValueError, match=r"q must have at most 2,147,483,647 elements .* less rows"
     ):
         rows.run(o1core.Plan.build(g, 2**22), handle, None, None)
+
+
+def test_the_first_engine_in_a_thread(tmp_path: Path) -> None:
+    """The thread that initialised the language is gone when the process ends."""
+    require_backend("taichi")
+    script = tmp_path / "script.py"
+    script.write_text(f"""
+import threading
+import o1core
+from o1core.testing import random_rows
+
+q, k, v = random_rows(0, 200)
+outs = []
+
+def use():
+    engine = o1core.O1Batch("taichi", fallback=None, device={TAICHI_ARCH!r})
+    outs.append(engine.seal(q[:150], k[:150], v[:150]).extend(q[150:], k[150:], v[150:]))
+
+for call in (threading.Thread(target=use), threading.Thread(target=use)):
+    call.start()
+    call.join()
+use()
+assert len(outs) == 3
+assert (outs[0] == outs[1]).all() and (outs[0] == outs[2]).all()
+""")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def cuda_torch() -> Any:

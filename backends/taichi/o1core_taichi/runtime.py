@@ -104,6 +104,11 @@ class Runtime:
         program = self._program()
         return program is None or program is not _program()
 
+    @property
+    def is_ours_to_use(self) -> bool:
+        """Whether `require_live` passes."""
+        return os.getpid() == self._pid and not self.gone
+
     def require_process(self) -> None:
         """RuntimeError in a process that was forked from that of the runtime.
 
@@ -197,7 +202,7 @@ class Runtime:
 
     def _discard(self, array: dict[str, Any]) -> None:
         """Keep what an array was for another one of its size; waits for no other thread."""
-        if os.getpid() != self._pid or self.gone:
+        if not self.is_ours_to_use:
             return
         self._returned.append(array)
         if lock.acquire(blocking=False):
@@ -397,8 +402,14 @@ def open_runtime(device: Any = None) -> Runtime:
 
 @cache
 def _expect_the_end() -> None:
-    """At exit, keep threads that go on out of the language: they would abort the process."""
-    atexit.register(lambda: lock.acquire(timeout=5))
+    """At exit, have the language end without aborting the process."""
+    atexit.register(_prepare_the_end)
+
+
+def _prepare_the_end() -> None:
+    # For good: threads that go on stay out, and what follows frees memory of the context.
+    if lock.acquire(timeout=5) and _shared is not None and _shared.is_ours_to_use:
+        _shared._context.__enter__()
 
 
 def describe(device: Any = None) -> str:
