@@ -44,7 +44,7 @@ def layers(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 @given(case=layers(), detours=Detours, dirty=st.booleans())
 @pytest.mark.filterwarnings("ignore::o1core.BackendFallbackWarning")
 def test_any_stream(

@@ -6,14 +6,14 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import ROOT, TAICHI_ARCH, require_backend
+from conftest import REQUIRED, ROOT, TAICHI_ARCH, require_backend
 from support import SMALL, SUBSET, same_state, small_layer, small_rows
 
 import o1core
@@ -514,50 +514,63 @@ def test_tensors_of_every_kind(engine: o1core.O1Batch) -> None:
 # Other arches and languages, in processes of their own ------------------------------------------
 
 
-def run_tests(*arguments: str, **environment: str) -> str:
-    """Some of these tests in another process, where the language can be another one."""
-    env = {**os.environ, "O1CORE_NESTED": "1", "O1CORE_REQUIRE": "taichi", **environment}
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    return done.stdout
-
-
 FEW = " or ".join(f"{case}-taichi" for case in SUBSET)
+ELSEWHERE: dict[str, tuple[dict[str, str], str]] = {
+    # A part of the matrix: without a GPU this is llvmpipe, and slow.
+    "vulkan": (
+        {"O1CORE_TAICHI_ARCH": "vulkan"},
+        "taichi and not other_pieces and not test_on and "
+        f"((test_case and ({FEW})) or same_bytes_twice or dropped_far or language or read_only)",
+    ),
+    "quadrants": (
+        {"O1CORE_TAICHI": "quadrants"},
+        "taichi and not test_on and (test_matrix or language)",
+    ),
+}
+
+
+def missing(what: str) -> str:
+    """Why these tests cannot run; "" if they can."""
+    if what == "quadrants":
+        return "" if importlib.util.find_spec("quadrants") else "quadrants is not installed"
+    from o1core_taichi import devices
+
+    return "" if devices.vulkan_device("") else "there is no Vulkan device"
+
+
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """All of them at once, each in a process of its own."""
+    folder, started = tmp_path_factory.mktemp("elsewhere"), {}
+    require_backend("taichi")
+    for what, (environment, chosen) in ELSEWHERE.items():
+        if missing(what):
+            continue
+        env = {**os.environ, "O1CORE_NESTED": "1", "O1CORE_REQUIRE": "taichi", **environment}
+        command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider"]
+        command += ["tests/test_matrix.py", "tests/test_taichi.py", "-k", chosen]
+        log = folder / what
+        with log.open("w") as out:
+            process = subprocess.Popen(command, stdout=out, stderr=out, cwd=ROOT, env=env)
+        started[what] = process, log
+    yield started
+    for process, _ in started.values():
+        process.kill()
+        process.wait()
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(NESTED, reason="this is the other process")
-def test_on_vulkan() -> None:
-    """A reduced matrix: without a GPU, this is llvmpipe, and slow."""
-    require_backend("taichi")
-    require_backend("wgpu")  # which finds the driver, or is required to
-    few = f"(test_case and ({FEW})) or same_bytes_twice or dropped_far or language or read_only"
-    out = run_tests(
-        "tests/test_matrix.py",
-        "tests/test_taichi.py",
-        "-k",
-        f"taichi and not other_pieces and not test_on and ({few})",
-        O1CORE_TAICHI_ARCH="vulkan",
-    )
-    print(out.splitlines()[-1])
-    assert " passed" in out
-    assert "skipped" not in out
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.skipif(NESTED, reason="this is the other process")
-def test_on_the_other_language() -> None:
-    """The matrix with quadrants, where that is installed beside taichi."""
-    require_backend("taichi")
-    if importlib.util.find_spec("quadrants") is None:
-        pytest.skip("quadrants is not installed")
-    out = run_tests(
-        "tests/test_matrix.py",
-        "tests/test_taichi.py",
-        "-k",
-        "taichi and not test_on and not wrong_in_one",
-        O1CORE_TAICHI="quadrants",
-    )
-    print(out.splitlines()[-1])
-    assert " passed" in out
+@pytest.mark.parametrize("what", ELSEWHERE)
+def test_on(elsewhere: dict[str, Any], what: str) -> None:
+    """On another arch, or in the other language, of which a process has one."""
+    if reason := missing(what):
+        if "taichi" in REQUIRED and what == "vulkan":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    process, log = elsewhere[what]
+    status, text = process.wait(), log.read_text()
+    assert status == 0, text[-6000:]
+    print(text.splitlines()[-1])
+    assert " passed" in text
+    assert what != "vulkan" or "skipped" not in text
