@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from o1core.checks import F32
 from o1core.config import Geometry
-from o1core.layout import GroupMeta, Meta
+from o1core.layout import Meta, as_meta
 from o1core.plan import Plan
 
 __all__ = ["DeviceRows", "Executor"]
@@ -157,7 +157,7 @@ class Executor(ABC):
 
     def meta(self, handle: Any) -> Meta:
         """The meta that the device holds."""
-        return [GroupMeta(*map(int, group[:3])) for group in self.read(handle)["meta"]]
+        return as_meta(self.read(handle)["meta"])
 
     def close(self) -> None:
         """Release the device; handles are dead afterwards."""

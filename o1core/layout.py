@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from o1core.config import Geometry
 
-__all__ = ["Buffer", "GroupMeta", "Kernel", "Meta", "Role", "buffers", "kernels", "state_buffers"]
+__all__ = [
+    "Buffer",
+    "GroupMeta",
+    "Kernel",
+    "Meta",
+    "Role",
+    "as_meta",
+    "buffers",
+    "kernels",
+    "state_buffers",
+]
 
 Role = Literal["state", "sealed", "input", "scratch", "output"]
 """state: written by the kernels; sealed: written once, when the layer is sealed or loaded."""
@@ -66,6 +78,11 @@ class GroupMeta(NamedTuple):
 
 
 Meta = Sequence[GroupMeta]
+
+
+def as_meta(rows: npt.NDArray[Any]) -> list[GroupMeta]:
+    """What the buffer `meta` says; it also holds the groups' windows."""
+    return [GroupMeta(*group[:3]) for group in rows.tolist()]
 
 
 def state_buffers(g: Geometry) -> tuple[Buffer, ...]:

@@ -17,6 +17,7 @@ from conftest import ROOT
 
 LANGUAGE = next((x for x in ("taichi", "quadrants") if importlib.util.find_spec(x)), "")
 PREFIX = {"taichi": "TI_", "quadrants": "QD_", "": ""}[LANGUAGE]
+CACHE = {"taichi": "ticache", "quadrants": "qdcache", "": ""}[LANGUAGE]
 STARTS = f"[{LANGUAGE.capitalize()}] Starting on arch="
 
 pytestmark = pytest.mark.skipif(not LANGUAGE, reason="taichi is not installed")
@@ -476,6 +477,12 @@ WARM: Changes = {**ALONE, "HOME": os.environ.get("HOME")}
 """With the kernels that other tests have compiled."""
 
 
+WARM_CACHE: Changes = {
+    f"{PREFIX}OFFLINE_CACHE_FILE_PATH": str(Path.home() / ".cache" / LANGUAGE / CACHE)
+}
+"""Likewise, without a home."""
+
+
 @pytest.mark.parametrize("adopted", [False, True])
 def test_fields_that_are_not_made_yet_survive(place: Place, adopted: bool) -> None:
     """A launch makes them, and outside the thread of ti.init() the language fails half way."""
@@ -521,7 +528,9 @@ def test_a_hosts_tape_records_its_own_kernels_alone(place: Place) -> None:
     place.run(code, WARM, LAYER)
 
 
-def test_a_daemon_thread_at_the_end(place: Place) -> None:
+@pytest.mark.parametrize("home", [True, False])
+def test_a_daemon_thread_at_the_end(place: Place, home: bool) -> None:
+    """Without a home, the program is ended at exit too."""
     code = """
     import time
     layer = layer_of(o1core.O1Batch("taichi", fallback=None, device="cpu"))
@@ -532,7 +541,7 @@ def test_a_daemon_thread_at_the_end(place: Place) -> None:
     threading.Thread(target=for_ever, daemon=True).start()
     time.sleep(0.5)
     """
-    assert place.run(code, WARM, LAYER) == ""
+    assert place.run(code, WARM if home else {**WARM_CACHE, "HOME": None}, LAYER) == ""
 
 
 def test_limits_are_those_of_the_arch_that_is(place: Place, vulkan: bool) -> None:

@@ -5,30 +5,20 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from o1core_taichi.language import changed_environment
+from o1core.process import changed_environment, headless
 
 __all__ = [
     "VulkanDevice",
     "cuda_driver",
     "cuda_name",
     "cuda_name_of_driver",
-    "headless",
     "vulkan_device",
 ]
-
-
-def headless() -> dict[str, str | None]:
-    """What to change in a session without a runtime directory, of which loaders complain."""
-    name = "XDG_RUNTIME_DIR"
-    if sys.platform != "linux" or name in os.environ:
-        return {}
-    return {name: tempfile.gettempdir()}
 
 
 def _library(linux: str, windows: str) -> Any:

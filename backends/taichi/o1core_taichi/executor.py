@@ -16,7 +16,7 @@ from o1core.checks import F32
 from o1core.config import Geometry
 from o1core.errors import BackendUnavailable
 from o1core.executor import Buffers, DeviceRows, Executor
-from o1core.layout import GroupMeta, Meta, buffers, state_buffers
+from o1core.layout import Meta, as_meta, buffers, state_buffers
 from o1core.plan import Plan
 from o1core_taichi.common import BAND, BLOCK, FIELDS, MAX_LANDMARKS, SEALED, STATE, TILE
 from o1core_taichi.kernels import call_on_cpu, call_on_gpu
@@ -197,19 +197,19 @@ class TaichiExecutor(Executor):
 
     def meta(self, handle: TaichiState) -> Meta:
         with handle.runtime.using():
-            return _as_meta(handle.current.meta.to_numpy())
+            return as_meta(handle.current.meta.to_numpy())
 
     def copy(self, handle: TaichiState, geometry: Geometry) -> TaichiState:
         # Nothing is copied: no launch writes what is current, and what is shared nobody writes.
-        handle.runtime.require_live()
-        handle.current.shared = True
-        return TaichiState(handle.runtime, geometry, handle.sealed, handle.current)
+        with handle.runtime.using():
+            handle.current.shared = True
+            return TaichiState(handle.runtime, geometry, handle.sealed, handle.current)
 
     def checkpoint(self, handle: TaichiState, plans: Sequence[Plan]) -> Moving:
         del plans
-        handle.runtime.require_live()
-        handle.kept = handle.current
-        return handle.current
+        with handle.runtime.using():
+            handle.kept = handle.current
+            return handle.current
 
     def rollback(self, handle: TaichiState, checkpoint: Moving) -> None:
         handle.current = checkpoint
@@ -238,7 +238,7 @@ class TaichiExecutor(Executor):
                         handle, rows if self.on_cpu else self._staged(rows), out[part], held
                     )
             ti.sync()
-        return _as_meta(held)
+        return as_meta(held)
 
     def _launch_between_copies(
         self, handle: TaichiState, rows: Rows, out: F32, held: npt.NDArray[np.uint32]
@@ -403,7 +403,3 @@ def _apart(array: F32, shapes: Shapes) -> dict[str, F32]:
         parts[name] = array[at : at + size]
         at += size
     return parts
-
-
-def _as_meta(rows: npt.NDArray[Any]) -> Meta:
-    return [GroupMeta(*group[:3]) for group in rows.tolist()]

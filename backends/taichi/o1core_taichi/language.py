@@ -8,13 +8,12 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 from o1core.errors import BackendUnavailable
+from o1core.process import changed_environment
 
-__all__ = ["NAME", "VARIABLE", "VERSION", "changed_environment", "homeless", "ti"]
+__all__ = ["NAME", "VARIABLE", "VERSION", "homeless", "ti"]
 
 VARIABLE = "O1CORE_TAICHI"
 LANGUAGES = ("taichi", "quadrants")
@@ -55,25 +54,6 @@ def _installed(name: str) -> bool:
         return importlib.util.find_spec(name) is not None
     except ValueError:
         return name in sys.modules  # put there by hand, without a spec
-
-
-@contextmanager
-def changed_environment(changes: Mapping[str, str | None]) -> Iterator[None]:
-    """Environment variables changed for a while; None removes one."""
-    before = {name: os.environ.get(name) for name in changes}
-    _set(changes)
-    try:
-        yield
-    finally:
-        _set(before)
-
-
-def _set(values: Mapping[str, str | None]) -> None:
-    for name, value in values.items():
-        if value is not None:
-            os.environ[name] = value
-        else:
-            os.environ.pop(name, None)
 
 
 def homeless() -> dict[str, str | None]:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from o1core.checks import F32, as_host_array, bad_row, not_finite
 from o1core.executor import DeviceRows
-from o1core.layout import GroupMeta, Meta
+from o1core.layout import Meta, as_meta
 from o1core.plan import Plan
 from o1core_taichi.kernels import NO_FAULT, check_rows, convert, fold, report, unfold
 from o1core_taichi.language import NAME, ti
@@ -142,7 +142,7 @@ class Resident(DeviceRows):
                     raise bad_row(name, where, found, limits[name], row_axis=axis)
             if told[-1, 3] != NO_FAULT:
                 raise not_finite(self._executor.name)
-        return [GroupMeta(*group[:3]) for group in told[:-1].view(np.uint32).tolist()], result
+        return as_meta(told[:-1].view(np.uint32)), result
 
 
 def _elements(shapes: Mapping[str, tuple[int, ...]], plan: Plan) -> dict[str, int]:

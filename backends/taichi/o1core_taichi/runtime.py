@@ -20,8 +20,9 @@ from typing import Any
 import numpy.typing as npt
 
 from o1core.errors import BackendUnavailable
+from o1core.process import changed_environment, exit_without_drivers, headless
 from o1core_taichi import devices
-from o1core_taichi.language import NAME, VERSION, changed_environment, homeless, ti
+from o1core_taichi.language import NAME, VERSION, homeless, ti
 
 __all__ = [
     "ARCHES",
@@ -382,7 +383,6 @@ def open_runtime(device: Any = None) -> Runtime:
     global _shared
     _check(device)
     _refuse_forked()
-    _expect_the_end()
     with lock:
         if _shared is not None and not _shared.gone:
             if device not in (None, _shared.arch):
@@ -397,12 +397,16 @@ def open_runtime(device: Any = None) -> Runtime:
             _used_by.add(os.getpid())
             _initialise(arch)
             _shared = Runtime(adopted=False)
+        _expect_the_end()
         return _shared
 
 
 @cache
 def _expect_the_end() -> None:
-    """At exit, have the language end without aborting the process."""
+    """At exit, have the language end without aborting the process.
+
+    To be called after its start: what is registered last is done first, and `_tidy` ends it.
+    """
     atexit.register(_prepare_the_end)
 
 
@@ -583,7 +587,7 @@ def _initialise(arch: str) -> None:
     # use no other, or once the host makes sparse fields.
     hidden = dict.fromkeys(f"{PREFIX}{key.upper()}" for key in ("arch", *settings))
     quiet = {"TI_SKIP_VERSION_CHECK": "ON"}  # which would ask a server and write into the home
-    changes = hidden | quiet | _home | devices.headless()
+    changes = hidden | quiet | _home | headless()
     with changed_environment(changes), _silence(), _denormals_kept():
         try:
             ti.init(arch=getattr(ti, arch), enable_fallback=False, **settings)
@@ -699,11 +703,7 @@ def _leave_alone(libc: Any) -> None:
         return  # the host's own, with which this module has nothing to do
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(program))
     setattr(ti.lang.impl.get_runtime(), _ATTRIBUTE, None)
-    if hasattr(libc, "on_exit"):
-        # The last to be registered is the first to be called: streams are flushed, then it ends
-        # with the status that on_exit passes.
-        libc.on_exit(libc._exit, None)
-        libc.on_exit(libc.fcloseall, None)
+    exit_without_drivers(libc)
 
 
 if hasattr(os, "register_at_fork"):

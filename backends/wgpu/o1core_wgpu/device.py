@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import operator
 import os
-import sys
-import tempfile
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +18,7 @@ import wgpu
 import wgpu.backends.wgpu_native
 
 from o1core.errors import BackendUnavailable
+from o1core.process import changed_environment, exit_without_drivers, headless
 from o1core_wgpu.kernel_set import MAX_WORKGROUPS, GivenKernels, KernelSet
 
 __all__ = ["DeviceLostError", "Gpu", "open_gpu", "software_adapter"]
@@ -312,11 +311,7 @@ def _leave_alone(libc: Any) -> None:
     """
     for kind in (wgpu.GPUObjectBase, wgpu.GPUAdapter):
         kind.__del__ = lambda self: None
-    if hasattr(libc, "on_exit"):
-        # The last to be registered is the first to be called: streams are flushed, then it ends
-        # with the status that on_exit passes.
-        libc.on_exit(libc._exit, None)
-        libc.on_exit(libc.fcloseall, None)
+    exit_without_drivers(libc)
 
 
 def _request(adapter: wgpu.GPUAdapter) -> wgpu.GPUDevice:
@@ -327,22 +322,8 @@ def _request(adapter: wgpu.GPUAdapter) -> wgpu.GPUDevice:
 
 @cache
 def _adapters() -> tuple[wgpu.GPUAdapter, ...]:
-    with _quiet_enumeration():
+    with changed_environment(headless()):
         return tuple(wgpu.gpu.enumerate_adapters_sync())
-
-
-@contextmanager
-def _quiet_enumeration() -> Iterator[None]:
-    """Keep EGL from writing to stderr that a headless session has no runtime directory."""
-    name = "XDG_RUNTIME_DIR"
-    if sys.platform != "linux" or name in os.environ:
-        yield
-        return
-    os.environ[name] = tempfile.gettempdir()
-    try:
-        yield
-    finally:
-        del os.environ[name]
 
 
 def _choose(adapters: Sequence[wgpu.GPUAdapter], device: Any) -> int:

@@ -18,7 +18,7 @@ from o1core.checks import F32, integer
 from o1core.config import Geometry
 from o1core.errors import BackendUnavailable
 from o1core.executor import Buffers, Executor
-from o1core.layout import Buffer, GroupMeta, Meta, buffers, state_buffers
+from o1core.layout import Buffer, Meta, as_meta, buffers, state_buffers
 from o1core.plan import MAX_SUB_CHUNK, Plan
 from o1core_wgpu.device import UNIFORM_BYTES, Gpu, open_gpu, software_adapter
 from o1core_wgpu.kernel_set import GivenKernels, KernelSet, own_kernels
@@ -185,7 +185,7 @@ class WgpuExecutor(Executor):
             # Until they are submitted, writes hold copies of the arrays, and the buffers.
             gpu.submit(gpu.device.create_command_encoder())
             if "meta" in buffers:
-                handle.meta = _as_meta(buffers["meta"])
+                handle.meta = as_meta(buffers["meta"])
 
     def read(self, handle: WgpuState) -> dict[str, npt.NDArray[Any]]:
         with self._using(handle):
@@ -255,7 +255,7 @@ class WgpuExecutor(Executor):
                     checkpoint.filled, handle.checkpoint = True, None
                 try:
                     with gpu.mapped(staging, head + outputs.nbytes) as data:
-                        meta = _as_meta(np.frombuffer(data, np.uint32, head // 4).reshape(-1, 4))
+                        meta = as_meta(np.frombuffer(data, np.uint32, head // 4).reshape(-1, 4))
                         outputs[...] = np.frombuffer(data, np.float32, -1, head).reshape(
                             outputs.shape
                         )
@@ -477,7 +477,7 @@ def _undo(handle: WgpuState, checkpoint: Checkpoint) -> None:
 
 
 def _read_meta(handle: WgpuState) -> Meta:
-    return _as_meta(_read(handle, state_buffers(handle.geometry)[:1])["meta"])
+    return as_meta(_read(handle, state_buffers(handle.geometry)[:1])["meta"])
 
 
 def _read(handle: WgpuState, table: Sequence[Buffer]) -> dict[str, npt.NDArray[Any]]:
@@ -528,7 +528,3 @@ def _record_copy(
 def _part(bound: Bound, row_bytes: int, piece: Piece) -> Bound:
     """The rows of a piece, within the range that holds them all."""
     return Bound(bound.buffer, bound.offset + piece.first_row * row_bytes, piece.rows * row_bytes)
-
-
-def _as_meta(rows: npt.NDArray[Any]) -> Meta:
-    return [GroupMeta(*group[:3]) for group in rows.tolist()]
