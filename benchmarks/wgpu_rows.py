@@ -14,13 +14,10 @@ costs by itself. `--wgsl original` looks for the engine's sources on this machin
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -33,9 +30,9 @@ from o1core_wgpu.device import Gpu, open_gpu
 from o1core_wgpu.workspace import STAGING, STORAGE
 
 if TYPE_CHECKING:
-    from benchmarks.bench import CONFIG, PROMPT, Shape, agree, in_turns
+    from benchmarks.bench import CONFIG, PROMPT, Shape, agree, in_turns, rows_command
 else:
-    from bench import CONFIG, PROMPT, Shape, agree, in_turns
+    from bench import CONFIG, PROMPT, Shape, agree, in_turns, rows_command
 
 OWN, OTHER, NUMPY = "own WGSL", "given WGSL", "numpy backend"
 PROBE = 64
@@ -69,9 +66,10 @@ class Resident:
 
 
 def measure(
-    shape: Shape, counts: Sequence[int], device: Any, wgsl: str | None, repeats: int
+    shape: Shape, counts: Sequence[int], adapter: str | None, wgsl: str | None, repeats: int
 ) -> Any:
     """Milliseconds of every repetition: `{rows: {(way, candidate): [...]}}`."""
+    device = int(adapter) if adapter and adapter.isdecimal() else adapter
     engines = {OWN: o1core.O1Batch("wgpu", fallback=None, device=device)}
     if wgsl is not None:
         engines[OTHER] = o1core.O1Batch("wgpu", fallback=None, device=device, wgsl=wgsl)
@@ -116,25 +114,9 @@ def report(shape: Shape, found: Mapping[int, Mapping[tuple[str, str], Sequence[f
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--wgsl", help="WGSL or Rust source of kernels to compare with")
-    parser.add_argument("--rows", default="1,64,512", help="rows a call (default: 1,64,512)")
-    parser.add_argument("--groups", type=int, default=4, help="KV groups (default: 4)")
-    parser.add_argument("--heads", type=int, default=6, help="heads a group (default: 6)")
-    parser.add_argument("--dim", type=int, default=256, help="head_dim (default: 256)")
-    parser.add_argument("--device", help="the adapter, by index or a part of its name")
-    parser.add_argument("--repeats", type=int, default=15, help="repetitions (default: 15)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
-    args = parser.parse_args(argv)
-    device = int(args.device) if args.device and args.device.isdecimal() else args.device
-    shape = Shape(args.groups, args.heads, args.dim)
-    counts = [int(x) for x in args.rows.split(",")]
-    found = measure(shape, counts, device, args.wgsl, args.repeats)
-    print(report(shape, found))
-    if args.json:
-        plain = {n: {"/".join(key): x for key, x in each.items()} for n, each in found.items()}
-        args.json.write_text(json.dumps({"shape": str(shape), "ms": plain}))
-    return 0
+    return rows_command(
+        argv, __doc__, "the adapter, by index or a part of its name", measure, report
+    )
 
 
 if __name__ == "__main__":
