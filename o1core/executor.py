@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import numpy.typing as npt
@@ -104,6 +104,15 @@ class Executor(ABC):
         executor.close()
         return executor.device
 
+    @classmethod
+    def variants(cls) -> Mapping[str, Mapping[str, Any]]:
+        """The ways to run it that the parity matrix tells apart: names, and arguments of `open`.
+
+        Those that this machine lacks too: opening them says why. A name is that of the backend, or
+        begins with it and a hyphen.
+        """
+        return {cls.name: {}}
+
     @abstractmethod
     def unsupported(self, plan: Plan) -> list[str]:
         """All reasons why this plan cannot run here; empty means it can."""
@@ -127,6 +136,19 @@ class Executor(ABC):
         q `[rows, G*H, d]`, k `[rows, G, d]`, v `[rows, G, dv]` are read only. Returns the meta the
         device now holds, which the caller compares with `plan.meta_after`.
         """
+
+    def steps(
+        self, plan: Plan, handle: Any, q: F32, k: F32, v: F32, out: F32
+    ) -> Iterator[tuple[str, ...]] | None:
+        """Run as `run` does, but stop between kernels, so that each can be checked by itself.
+
+        For plans of one sub-chunk. Yields the names of the kernels that have run since the last
+        stop; in all each kernel of the plan comes once, in whatever order. At a stop `read` gives
+        the state and `out` holds the output as these kernels left them: what they write by the plan
+        is there, everything else is what it was. None where kernels cannot be run apart.
+        """
+        del plan, handle, q, k, v, out
+        return None
 
     def check_encode(
         self, geometry: Geometry, rows: int, encoder: Any, q: Any, k: Any, v: Any, out: Any
