@@ -8,8 +8,10 @@ The operator is defined in docs/operator.md; `o1core.reference` is the same defi
 """
 
 import logging as _logging
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
 
-from o1core import reference, testing
+from o1core import reference
 from o1core.config import Config, Geometry, Rectifier
 from o1core.engine import Layer, O1Batch, Snapshot
 from o1core.errors import BackendFallbackWarning, BackendUnavailable, UnknownBackend
@@ -18,6 +20,9 @@ from o1core.layout import Buffer, GroupMeta
 from o1core.plan import Dispatch, Plan, SubChunk
 from o1core.registry import BackendInfo, backends
 from o1core.state import LayerState
+
+if _TYPE_CHECKING:
+    from o1core import testing
 
 __version__ = "0.1.0"
 
@@ -47,3 +52,12 @@ __all__ = [
 
 # A library speaks only where its host listens.
 _logging.getLogger(__name__).addHandler(_logging.NullHandler())
+
+
+def __getattr__(name: str) -> _Any:
+    """`o1core.testing`, which a host that runs layers has no need to import."""
+    if name == "testing":
+        from importlib import import_module
+
+        return import_module("o1core.testing")
+    raise AttributeError(f"module 'o1core' has no attribute {name!r}")

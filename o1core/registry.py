@@ -13,7 +13,15 @@ from typing import Any
 from o1core.errors import BackendUnavailable, UnknownBackend
 from o1core.executor import Executor
 
-__all__ = ["GROUP", "BackendInfo", "backends", "open_auto", "open_backend"]
+__all__ = [
+    "GROUP",
+    "BackendInfo",
+    "backends",
+    "names",
+    "open_auto",
+    "open_backend",
+    "variants",
+]
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +60,19 @@ def backends() -> list[BackendInfo]:
         else:
             infos.append(BackendInfo(name, True, device, (), source))
     return infos
+
+
+def names() -> list[str]:
+    """The backends that are installed, usable or not; imports none."""
+    return sorted(_entries())
+
+
+def variants(name: str) -> Mapping[str, Mapping[str, Any]]:
+    """The variants of a backend (see `Executor.variants`); imports it.
+
+    BackendUnavailable with the reasons when that fails.
+    """
+    return _load(name).variants()
 
 
 class BrokenBackend(BackendUnavailable):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from support import BACKENDS, DEFECTS, ORIGINAL
 
 import o1core
 from o1core import registry
+from o1core.testing import Hostile
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = Path(os.environ.get("O1CORE_SHARED", ROOT.parent / "shared"))
@@ -61,16 +63,55 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="session")
-def engine(backend: str, request: pytest.FixtureRequest) -> Iterator[o1core.O1Batch]:
-    name, options = backend, {}
-    if backend == ORIGINAL:
-        name, options = "wgpu", {"wgsl": request.getfixturevalue("original_wgsl")}
-    device = TAICHI_ARCH if backend == "taichi" else None
-    with o1core.O1Batch(name, fallback=None, device=device, **options) as opened:
+def open_engine(request: pytest.FixtureRequest) -> Iterator[Callable[[str], o1core.O1Batch]]:
+    """The engine of a column, opened once; skips or fails where the column does not run."""
+    engines: dict[str, o1core.O1Batch] = {}
+
+    def opened(column: str) -> o1core.O1Batch:
+        if column in engines:
+            return engines[column]
+        name, options = column, {}
+        if column == ORIGINAL:
+            name, options = "wgpu", {"wgsl": request.getfixturevalue("original_wgsl")}
+        require_backend(name)
+        device = TAICHI_ARCH if column == "taichi" else None
+        engine = engines[column] = o1core.O1Batch(name, fallback=None, device=device, **options)
         if name == "wgpu":
-            mine = "original WGSL, byte for byte" if backend == ORIGINAL else "o1core's own WGSL"
-            assert mine in opened.reason
+            mine = "original WGSL, byte for byte" if column == ORIGINAL else "o1core's own WGSL"
+            assert mine in engine.reason
+        return engine
+
+    with ExitStack() as stack:
         yield opened
+        for engine in engines.values():
+            stack.enter_context(engine)
+
+
+@pytest.fixture(scope="session")
+def engine(backend: str, open_engine: Callable[[str], o1core.O1Batch]) -> o1core.O1Batch:
+    return open_engine(backend)
+
+
+@pytest.fixture(scope="session")
+def hostile(engine: o1core.O1Batch) -> o1core.O1Batch:
+    """The same with memory as unfriendly as it may be."""
+    return o1core.O1Batch(Hostile(engine._executor), fallback=None)
+
+
+@pytest.fixture(scope="session")
+def engines(open_engine: Callable[[str], o1core.O1Batch]) -> dict[str, o1core.O1Batch]:
+    """All columns that run here, with hostile memory; there must be two to compare."""
+    found, reasons = {}, []
+    for column in (*BACKENDS, ORIGINAL):
+        try:
+            executor = open_engine(column)._executor
+        except pytest.skip.Exception as absent:
+            reasons.append(str(absent))
+        else:
+            found[column] = o1core.O1Batch(Hostile(executor), fallback=None)
+    if len(found) < 2:
+        pytest.skip(f"nothing to compare with: {'; '.join(reasons)}")
+    return found
 
 
 @pytest.fixture(scope="session")

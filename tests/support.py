@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import pytest
 
 import o1core
-from o1core.testing import Rows, cases, random_rows
+from o1core.testing import KNOWN_DEFECTS, Rows, cases, random_rows
+from o1core.testing.known import FAR_MAXIMUM, SHIFT
 
 # Columns of the matrix ------------------------------------------------------------------------
 
@@ -21,24 +18,10 @@ ORIGINAL = "wgpu-original"
 
 every_column = pytest.mark.parametrize("backend", [*BACKENDS, ORIGINAL], indirect=True)
 
-# Of the four rules in docs/operator.md section 4, the original keeps only the last.
-FAR_MAXIMUM = (
-    "the original reads all rows of a sub-chunk relative to the far maximum after it: those before "
-    "a massive key vanish"
-)
-SHIFT = "the original leaves landmarks that contribute nothing in its shift: near weights underflow"
-SHIFT_AND_SCALE = f"{SHIFT}, and so do mixed weights beside the row's largest landmark logit"
-
-_CASES: dict[str | None, str] = {
-    **dict.fromkeys(("dropped-far-above", "opposed-80"), SHIFT),
-    **{f"survivor-{gap}-below": SHIFT for gap in (25, 29, 35)},
-    **dict.fromkeys(("survivor-0-below", "opposed-100", "opposed-1000"), SHIFT_AND_SCALE),
-    **{f"massive-{n}-at-{at}": FAR_MAXIMUM for n in (100, 10000, 100000) for at in (1, 40, 62, 63)},
-    "massive-100-at-3-5-7-127": FAR_MAXIMUM,
-    **{f"jumps-of-{step}": FAR_MAXIMUM for step in (30, 100)},
-}
+_CASES: dict[str | None, str] = dict(KNOWN_DEFECTS[ORIGINAL].items())
 DEFECTS: dict[str, dict[str | None, str]] = {
     "test_case": _CASES,
+    "test_kernel_by_kernel": _CASES,
     # Cut differently, this massive key too has rows before it.
     "test_case_in_other_pieces": {**_CASES, "massive-100-at-64-100": FAR_MAXIMUM},
     # With the layer's own mix, some rows drop their far field.
@@ -54,28 +37,7 @@ DEFECTS: dict[str, dict[str | None, str]] = {
 _FEW = ("plain", "fm", "alternating", "mixed-windows", "half-full", "massive-100-at-40", "no-sinks")
 SUBSET = [case for case in cases() if case.name in _FEW]
 
-# Golden files and small layers ----------------------------------------------------------------
-
-GOLDEN = Path(__file__).parent / "data" / "golden"
-
-Golden = tuple[o1core.Config, Rows, Rows, tuple[int, ...], dict[str, npt.NDArray[Any]]]
-
-
-def golden(path: Path) -> Golden:
-    """Config, prompt, rows, chunks and all arrays of a golden file."""
-    arrays = dict(np.load(path))
-    about = json.loads(arrays.pop("meta_json").tobytes())
-    config = o1core.Config(
-        landmarks=about["m"],
-        window=about["w"],
-        sinks=about["sink"],
-        rectifier=about["rect"],
-        windows=tuple(about["windows"]),
-    )
-    prompt = arrays["prompt_q"], arrays["prompt_k"], arrays["prompt_v"]
-    rows = arrays["rows_q"], arrays["rows_k"], arrays["rows_v"]
-    return config, prompt, rows, tuple(about["chunks"]), arrays
-
+# Small layers ---------------------------------------------------------------------------------
 
 SMALL = o1core.Config(landmarks=8, window=32, sinks=2)
 

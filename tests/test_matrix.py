@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,25 +13,69 @@ from support import DEFECTS, SMALL, every_column, same_state, small_layer, small
 import o1core
 from o1core import reference
 from o1core.testing import (
+    KNOWN_DEFECTS,
+    Answer,
     Case,
     Oracle,
     Report,
     Rows,
+    Steps,
+    answer,
     cases,
+    check,
     check_backend,
     check_output,
+    check_same,
+    check_same_steps,
     check_state,
+    check_steps,
     random_rows,
     run_case,
 )
 
 TOTAL: dict[str, Report] = {}
+# What the columns answered, for comparing them with each other.
+ANSWERS: dict[tuple[str, str], Answer] = {}
+STEPS: dict[tuple[str, str], Steps] = {}
 
 
 @every_column
 @pytest.mark.parametrize("case", cases(), ids=str)
-def test_case(backend: str, engine: o1core.O1Batch, case: Case) -> None:
-    TOTAL.setdefault(backend, Report()).add(run_case(engine, case))
+def test_case(backend: str, hostile: o1core.O1Batch, case: Case) -> None:
+    given = answer(hostile, case)
+    TOTAL.setdefault(backend, Report()).add(check(case, given))
+    ANSWERS[backend, case.name] = given
+
+
+@every_column
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_kernel_by_kernel(backend: str, hostile: o1core.O1Batch, case: Case) -> None:
+    """What each kernel writes, and that it writes nothing else."""
+    steps = check_steps(hostile._executor, case)
+    if steps is None:
+        assert hostile.load(answer(hostile, case).sealed).exact_only
+    else:
+        assert {kernel for _, kernel, _ in steps.written} >= {"attend", "ring_commit", "meta"}
+        STEPS[backend, case.name] = steps
+
+
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_every_pair(engines: dict[str, o1core.O1Batch], case: Case) -> None:
+    """Backends agree with each other, within the bound that each has by itself."""
+    right = [x for x in engines if case.name not in KNOWN_DEFECTS.get(x, ())]
+    answers, steps = {}, {}
+    for column in right:
+        key = column, case.name
+        answers[column] = ANSWERS.get(key) or answer(engines[column], case)
+        steps[column] = STEPS.get(key) or check_steps(engines[column]._executor, case)
+    pairs = list(itertools.combinations(right, 2))
+    assert pairs
+    for a, b in pairs:
+        check_same(case, answers[a], answers[b])
+        of_a, of_b = steps[a], steps[b]
+        assert (of_a is None) == (of_b is None)
+        if of_a is not None and of_b is not None:
+            check_same_steps(of_a, of_b)
 
 
 def test_known_defects_are_of_cases() -> None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from support import SUBSET
+from support import SUBSET, every_column
 
 import o1core
 from o1core.checks import F32
 from o1core.layout import Meta
-from o1core.testing import check_backend
+from o1core.testing import Hostile, cases, check_backend, check_steps, sabotaged
+from o1core.testing.around import Around
 from o1core_numpy import NumpyExecutor
 from o1core_numpy.cohort import Cohort
 from o1core_numpy.kernels import KERNELS, Call, Kernel
@@ -224,3 +225,146 @@ def test_a_wrong_executor_is_caught(name: str) -> None:
 def test_the_same_check_passes_what_is_right() -> None:
     check_backend(with_kernels(), SUBSET)
     check_backend(reorder("far_e", "attend", "far_commit", "ring_commit", "meta"), SUBSET)
+
+
+# On every backend -----------------------------------------------------------------------------
+
+# One that every column passes, and in which all kernels and groups matter.
+PLAIN = next(case for case in cases() if case.name == "plain")
+FAULTS = [*sabotaged(NumpyExecutor())]
+
+
+def test_there_are_faults_of_every_kernel() -> None:
+    of = {fault.partition(":")[0] for fault in FAULTS}
+    assert of >= {"far_e", "attend", "far_commit", "ring_commit", "meta"}
+    assert len(FAULTS) >= 20
+
+
+@every_column
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_caught_on_every_backend(engine: o1core.O1Batch, fault: str) -> None:
+    with pytest.raises((AssertionError, RuntimeError)) as caught:
+        check_backend(sabotaged(engine._executor)[fault], [PLAIN])
+    print(f"{fault}: {caught.value}")
+
+
+@every_column
+def test_the_same_check_passes_every_backend(engine: o1core.O1Batch) -> None:
+    check_backend(Around(engine._executor), [PLAIN])
+
+
+# Memory ---------------------------------------------------------------------------------------
+
+
+class Careless(Around):
+    """Does one thing that only hostile memory shows."""
+
+    def __init__(self, inner: o1core.Executor, what: str) -> None:
+        super().__init__(inner)
+        self.what = what
+
+    def run(self, plan: o1core.Plan, handle: Any, q: F32, k: F32, v: F32, out: F32) -> Meta:
+        if self.what == "reads a row past the end":
+            beyond = np.lib.stride_tricks.as_strided(q, (len(q) + 1, *q.shape[1:]))
+            q = q + 0 * beyond[1:]
+        if self.what == "multiplies free slots by 0":
+            v = v + 0 * self.inner.read(handle)["ring_v"].sum()
+        meta = self.inner.run(plan, handle, q, k, v, out)
+        if self.what == "writes a row past the end":
+            np.lib.stride_tricks.as_strided(out, (len(out) + 1, *out.shape[1:]))[-1] = 0
+        return meta
+
+
+class Forgetful(NumpyExecutor):
+    """Leaves the last row of the output as it finds it."""
+
+    def run(self, plan: o1core.Plan, handle: Any, q: F32, k: F32, v: F32, out: F32) -> Meta:
+        whole = np.empty_like(out)
+        meta = super().run(plan, handle, q, k, v, whole)
+        out[:-1] = whole[:-1]
+        return meta
+
+
+class KeepsFreeSlots(NumpyExecutor):
+    """Reads back what lies in free slots, as a device does."""
+
+    def write(self, handle: Any, buffers: Any) -> None:
+        super().write(handle, buffers)
+        handle.written = buffers["ring_v"].copy()
+
+    def read(self, handle: Any) -> Any:
+        return {**super().read(handle), "ring_v": handle.written}
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("reads a row past the end", "must be finite|NaN"),
+        ("multiplies free slots by 0", "must be finite|NaN"),
+        ("writes a row past the end", "wrote outside of out"),
+    ],
+)
+def test_hostile_memory_shows_what_is_careless(what: str, message: str) -> None:
+    case = next(case for case in cases() if case.name == "half-full")
+    inner: o1core.Executor = NumpyExecutor()
+    if "slots" in what:
+        inner = KeepsFreeSlots()
+    with pytest.raises((AssertionError, RuntimeError), match=message):
+        check_backend(Hostile(Careless(inner, what)), [case])
+
+
+def test_hostile_memory_shows_what_is_not_written() -> None:
+    with pytest.raises(RuntimeError, match="NaN"):
+        check_backend(Hostile(Forgetful()), [PLAIN])
+
+
+# Steps ----------------------------------------------------------------------------------------
+
+
+class Steps(Around):
+    """Another executor's steps with something wrong at a stop, or between two."""
+
+    def __init__(self, inner: o1core.Executor, wrong: str) -> None:
+        super().__init__(inner)
+        self.wrong = wrong
+        self.names: tuple[str, ...] = ()
+
+    def read(self, handle: Any) -> Any:
+        state = self.inner.read(handle)
+        if self.wrong == "far_e moves the ring" and self.names == ("far_e",):
+            state["ring_k"][0, 0] += 1
+        if self.wrong == "far_commit is off" and self.names == ("far_commit",):
+            state["far_num"] *= np.float32(1.001)
+        return state
+
+    def steps(self, plan: o1core.Plan, handle: Any, *rows: F32) -> Iterator[tuple[str, ...]]:
+        stops, out = self.inner.steps(plan, handle, *rows), rows[-1]
+        assert stops is not None
+        if self.wrong == "out too early":
+            out[:] = 0
+        for self.names in stops:
+            if self.names == ("far_e",) and self.wrong == "not a word of far_e":
+                continue
+            if self.names == ("far_e",) and self.wrong == "far_e twice":
+                yield self.names
+            if self.names == ("attend",) and self.wrong == "attend is off":
+                out[0, 0, 0] += 1
+            yield self.names
+
+
+@every_column
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("out too early", "out was written before attend"),
+        ("not a word of far_e", "did not run far_e"),
+        ("far_e twice", "far_e must run once"),
+        ("far_e moves the ring", "far_e, sub-chunk at row 0: ring_k has changed"),
+        ("attend is off", "out of rows 0..63 row 0 head 0 is off"),
+        ("far_commit is off", "after far_commit, sub-chunk at row 0: far_num"),
+    ],
+)
+def test_wrong_steps_are_caught(engine: o1core.O1Batch, wrong: str, message: str) -> None:
+    assert check_steps(engine._executor, PLAIN) is not None
+    with pytest.raises(AssertionError, match=message):
+        check_steps(Steps(engine._executor, wrong), PLAIN)
