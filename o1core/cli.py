@@ -1,6 +1,6 @@
 """The command line: `o1core`, also `python -m o1core`.
 
-Exit codes: 0; 1 when a backend fails or leaves its tolerance; 2 for bad input; 130 when
+Exit codes: 0; 1 when a backend fails, is missing or leaves its tolerance; 2 for bad input; 130 when
 interrupted.
 Errors and warnings are one line each on stderr. With --json, stdout holds one JSON value.
 """
@@ -28,6 +28,7 @@ from o1core.config import Config, Geometry
 from o1core.errors import BackendFallbackWarning, BackendUnavailable
 from o1core.plan import MAX_SUB_CHUNK, Plan
 from o1core.report import Progress, ScaleFrom, Schedule, measure, render, wrap
+from o1core.testing.matrix import Watch, parity
 
 __all__ = ["main"]
 
@@ -38,6 +39,7 @@ CHUNK_ROWS = 512
 DEMO_PARTS = 4
 DEMO_REPEATS = 3
 MAX_PLAN_ROWS = 2**20
+REQUIRE = "O1CORE_REQUIRE"
 DEMO_CAPTURE = "smollm2-135m-layer*.npz"
 
 
@@ -136,7 +138,7 @@ def _parser() -> _Parser:
     )
     parser.add_argument("--version", action="version", version=f"o1core {o1core.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
-    for add in (_add_backends, _add_plan, _add_run, _add_demo):
+    for add in (_add_backends, _add_plan, _add_run, _add_parity, _add_demo):
         add(commands)
     return parser
 
@@ -231,6 +233,29 @@ def _add_run(commands: Commands[_Parser]) -> None:
         "or a .npz with `out` and `first_row`",
     )
     _add_layer(parser)
+
+
+def _add_parity(commands: Commands[_Parser]) -> None:
+    parser = _command(
+        commands,
+        "parity",
+        _parity,
+        "Check every backend of this machine against the definition and the others. Each runs all "
+        "cases in a process of its own, with output and state checked, kernel by kernel where it "
+        "can stop between them. The table has the worst error of each case over its bound; the "
+        "exit code is 1 when one is beyond it, or when a backend did not run that was named here "
+        f"or in the environment variable {REQUIRE}, as in numpy,wgpu.",
+    )
+    parser.add_argument(
+        "--backend",
+        action="append",
+        metavar="NAME",
+        help="a backend or a variant of one, as taichi-cuda; may be given again (default: all)",
+    )
+    parser.add_argument("--quick", action="store_true", help="the main cases only, under a minute")
+    parser.add_argument(
+        "--junit", type=Path, metavar="FILE", help="write the results as JUnit's XML as well"
+    )
 
 
 def _add_demo(commands: Commands[_Parser]) -> None:
@@ -365,6 +390,37 @@ def _run(args: argparse.Namespace) -> int:
     return _measure(args, capture, Schedule(prompt, args.chunk), args.out)
 
 
+def _parity(args: argparse.Namespace) -> int:
+    if args.junit is not None:
+        _check_folder("--junit", args.junit)
+    required = [name.strip() for name in os.environ.get(REQUIRE, "").split(",")]
+    with _watch() as watch, _input_errors():
+        matrix = parity(args.backend, quick=args.quick, require=filter(None, required), watch=watch)
+    if args.junit is not None:
+        with _writing("--junit", args.junit):
+            args.junit.write_text(matrix.to_junit(), "utf-8")
+    _say(matrix.to_json() if args.json else str(matrix))
+    if not matrix.passed:
+        _complain("error", f"parity failed: {len(matrix.failures)} failures")
+        return 1
+    return 0
+
+
+@contextmanager
+def _watch() -> Iterator[Watch | None]:
+    """A bar for the matrix on a terminal, else nothing."""
+    with _bar() as bar:
+        if bar is None:
+            yield None
+            return
+        task = bar.add_task("parity")
+
+        def watch(what: str, done: int, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total)
+
+        yield watch
+
+
 def _demo(args: argparse.Namespace) -> int:
     folder = resources.files("o1core").joinpath("data")
     found = [x for x in folder.iterdir() if Path(x.name).match(DEMO_CAPTURE)]
@@ -432,47 +488,68 @@ def _engine(args: argparse.Namespace) -> Iterator[o1core.O1Batch]:
 @contextmanager
 def _progress() -> Iterator[Progress]:
     """A bar for each stage on a terminal, else nothing."""
+    with _bar() as bar:
+        if bar is None:
+            yield Progress()
+            return
+
+        class Bar(Progress):
+            def start(self, label: str, rows: int) -> None:
+                self.task = bar.add_task(label, total=rows)
+
+            def advance(self, rows: int) -> None:
+                bar.advance(self.task, rows)
+
+        yield Bar()
+
+
+@contextmanager
+def _bar() -> Iterator[Any]:
+    """rich's progress bar, or None where nobody is looking."""
     if not sys.stderr.isatty():
-        yield Progress()
+        yield None
         return
     from rich import progress as rich_progress
     from rich.console import Console
 
-    bar = rich_progress.Progress(
+    with rich_progress.Progress(
         rich_progress.TextColumn("{task.description}"),
         rich_progress.BarColumn(),
         rich_progress.TaskProgressColumn(),
         rich_progress.TimeRemainingColumn(),
         console=Console(stderr=True),
         transient=True,
-    )
-
-    class Bar(Progress):
-        def start(self, label: str, rows: int) -> None:
-            self.task = bar.add_task(label, total=rows)
-
-        def advance(self, rows: int) -> None:
-            bar.advance(self.task, rows)
-
-    with bar:
-        yield Bar()
+    ) as bar:
+        yield bar
 
 
 def _check_out(out: Path, file: Path) -> None:
     """Before the work, since after it would be a pity."""
     if out.suffix not in (".npy", ".npz"):
         raise BadInputError(f"--out must end in .npy or .npz, got {out}")
-    if not out.parent.is_dir():
-        raise BadInputError(f"--out {out}: there is no folder {out.parent}")
+    _check_folder("--out", out)
     if out.exists() and file.exists() and out.samefile(file):
         raise BadInputError(f"--out {out} would overwrite the input")
 
 
+def _check_folder(option: str, file: Path) -> None:
+    if not file.parent.is_dir():
+        raise BadInputError(f"{option} {file}: there is no folder {file.parent}")
+    if file.is_dir():
+        raise BadInputError(f"{option} {file} must be a file, and is a folder")
+
+
 def _save(out: Path, rows: Array, first_row: int) -> None:
-    try:
+    with _writing("--out", out):
         if out.suffix == ".npy":
             np.save(out, rows)
         else:
             np.savez(out, out=rows, first_row=np.int64(first_row))
+
+
+@contextmanager
+def _writing(option: str, file: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as fault:
-        raise BadInputError(f"--out {out}: {fault.strerror or fault}") from fault
+        raise BadInputError(f"{option} {file}: {fault.strerror or fault}") from fault

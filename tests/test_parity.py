@@ -1,0 +1,374 @@
+"""The matrix as a command and as functions: what it says is so, and what is wrong it finds."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import REQUIRED
+from support import install_plugin, same_state, small_layer
+
+import o1core
+from o1core import cli
+from o1core.testing import Case, Matrix, Remote, cases, parity, sabotaged
+from o1core.testing.known import KNOWN_DEFECTS
+from o1core_numpy import NumpyExecutor
+
+FEW = [case for case in cases() if case.name in ("plain", "fm")]
+SLOW = """
+import numpy as np
+from o1core_numpy import NumpyExecutor
+
+class {name}(NumpyExecutor):
+    name = "{backend}"
+    {body}
+"""
+
+
+def plugin(site: Path, backend: str, body: str) -> None:
+    source = SLOW.format(name="Executor", backend=backend, body=body.replace("\n", "\n    "))
+    install_plugin(site, f"o1core_{backend}", source, f"{backend} = o1core_{backend}:Executor")
+
+
+# This machine -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], ET.Element]:
+    """What the command gives of this machine, as JSON and as JUnit's XML."""
+    junit = tmp_path_factory.mktemp("parity") / "parity.xml"
+    env = {**os.environ, "O1CORE_REQUIRE": ",".join(REQUIRED)}
+    command = [sys.executable, "-m", "o1core", "parity", "--quick", "--json", "--junit", str(junit)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.stderr == ""
+    return json.loads(done.stdout), ET.parse(junit).getroot()
+
+
+def test_every_backend_of_this_machine(printed: tuple[dict[str, Any], ET.Element]) -> None:
+    data, _ = printed
+    assert data["passed"] is True
+    assert data["failures"] == []
+    columns = {column["name"]: column for column in data["columns"]}
+    ran = [name for name, column in columns.items() if not column["reasons"]]
+    print(", ".join(f"{name} on {columns[name]['device']}" for name in ran))
+    assert "numpy" in ran
+    assert {"wgpu", "wgpu-original"} <= columns.keys()
+    assert {"taichi-cpu", "taichi-vulkan", "taichi-cuda", "taichi-metal"} <= columns.keys()
+    for name in REQUIRED:
+        assert any(x == name or x.startswith(f"{name}-") for x in ran)
+    quick = [case.name for case in cases() if case.quick]
+    assert [row for row in data["rows"] if not row.startswith("stream-")] == quick
+    for row, cells in data["rows"].items():
+        assert list(cells) == ran, row
+        for cell in cells.values():
+            assert cell["outcome"] == "passed"
+            assert 0 < cell["worst"] <= 1
+    pairs = {tuple(pair["columns"]) for pair in data["pairs"]}
+    assert len(pairs) == len(ran) * (len(ran) - 1) // 2
+    assert len(data["pairs"]) == len(pairs) * len(quick)
+    assert data["results"]["results"] > 10_000
+
+
+def test_junit_has_the_same(printed: tuple[dict[str, Any], ET.Element]) -> None:
+    data, root = printed
+    suites = {suite.get("name"): suite for suite in root}
+    for column in data["columns"]:
+        tests = list(suites[column["name"]])
+        if column["reasons"]:
+            (skipped,) = (next(iter(test)) for test in tests)
+            assert skipped.tag == "skipped"
+            assert column["reasons"][0] in skipped.get("message", "")
+        else:
+            assert [test.get("name") for test in tests] == list(data["rows"])
+            assert not any(list(test) for test in tests)
+    assert suites["pairs"].get("tests") == str(len(data["pairs"]))
+    assert all(suite.get("failures") == "0" for suite in root)
+
+
+def test_the_original_with_its_known_defects(original_wgsl: str, tmp_path: Path) -> None:
+    names = ("plain", "massive-100-at-40", "opposed-80")
+    some = [case for case in cases() if case.name in names]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("O1CORE_WGSL", original_wgsl)
+        matrix = parity(["wgpu", "numpy"], only=some)
+    outcomes = {row: cells["wgpu-original"].outcome for row, cells in matrix.rows.items()}
+    assert outcomes == {"plain": "passed", "massive-100-at-40": "known", "opposed-80": "known"}
+    assert all(cells["wgpu"].outcome == "passed" for cells in matrix.rows.values())
+    assert matrix.passed
+    text = str(matrix)
+    assert "known: the original reads all rows" in text
+    assert "2 known defects" in text
+    assert ET.fromstring(matrix.to_junit()).find("./testsuite[@name='wgpu-original']/*/skipped")
+
+
+# What is wrong ------------------------------------------------------------------------------------
+
+
+def outcome(matrix: Matrix, row: str, column: str) -> tuple[str, str]:
+    cell = matrix.rows[row][column]
+    return cell.outcome, cell.message
+
+
+@pytest.mark.parametrize("fault", ["attend: -999", "attend: NaN", "far_commit: did not run"])
+def test_a_wrong_backend_fails(fault: str) -> None:
+    wrong = sabotaged(NumpyExecutor())[fault]
+    matrix = parity([wrong, "numpy"], only=FEW)
+    assert [column.name for column in matrix.columns] == ["numpy (given)", "numpy"]
+    assert not matrix.passed
+    assert all(cells["numpy"].outcome == "passed" for cells in matrix.rows.values())
+    assert all(cells["numpy (given)"].outcome == "failed" for cells in matrix.rows.values())
+    assert matrix.pairs == {}
+    assert len(matrix.failures) == 2
+    assert "FAIL" in str(matrix)
+    assert "2 passed, 2 failed" in str(matrix)
+    suite = ET.fromstring(matrix.to_junit()).find("./testsuite[@name='numpy (given)']")
+    assert suite is not None
+    assert suite.get("failures") == "2"
+    assert all(failure.get("message") for failure in suite.iter("failure"))
+    assert json.loads(matrix.to_json())["passed"] is False
+
+
+def test_a_backend_that_ends_its_process_fails_alone(
+    site: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    plugin(
+        site,
+        "mortal",
+        "def run(self, *arguments):\n"
+        "    import os\n"
+        "    print('on stdout', flush=True)\n"
+        "    os.write(2, b'driver: cannot go on\\n')\n"
+        "    os._exit(3)",
+    )
+    matrix = parity(["mortal", "numpy"], only=FEW)
+    for case in FEW:
+        assert outcome(matrix, case.name, "numpy") == ("passed", "")
+        kind, message = outcome(matrix, case.name, "mortal")
+        assert kind == "failed"
+        assert "the process of backend mortal ended with code 3: driver: cannot go on" in message
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_backend_that_cannot_run_a_case_says_so(site: Path) -> None:
+    plugin(
+        site,
+        "narrow",
+        "def unsupported(self, plan):\n"
+        "    fm = plan.geometry.rectifier == 'fm'\n"
+        "    return ['rectifier must be aggregate, got fm'] if fm else []",
+    )
+    matrix = parity(["narrow"], only=FEW)
+    assert outcome(matrix, "plain", "narrow") == ("passed", "")
+    assert outcome(matrix, "fm", "narrow") == ("unsupported", "rectifier must be aggregate, got fm")
+    assert matrix.passed
+    assert "n/a: rectifier must be aggregate, got fm" in str(matrix)
+    assert "1 passed, 0 failed, 0 known defects, 1 not supported" in str(matrix)
+
+
+def test_what_does_not_run_has_a_reason(site: Path) -> None:
+    plugin(
+        site,
+        "absent",
+        "@classmethod\n"
+        "def open(cls, device=None):\n"
+        "    import o1core\n"
+        "    raise o1core.BackendUnavailable('absent', ['there is no abacus: buy one'])",
+    )
+    plugin(site, "broken", "import no_such_package")
+    matrix = parity(only=FEW[:1])
+    reasons = {column.name: column.reasons for column in matrix.columns}
+    assert reasons["numpy"] == ()
+    assert reasons["absent"] == ("there is no abacus: buy one",)
+    assert "no_such_package is not installed" in reasons["broken"][0]
+    assert matrix.passed
+    assert "there is no abacus: buy one" in str(matrix)
+    named = parity(["absent", "numpy"], only=FEW[:1])
+    assert named.missing == ["absent"]
+    assert not named.passed
+    assert "absent was required and did not run: absent: there is no abacus" in str(named)
+    assert "<failure" in named.to_junit()
+    required = parity(["numpy"], only=FEW[:1], require=["numpy", "abacus"])
+    assert required.missing == ["abacus"]
+    assert "abacus was required and did not run" in required.failures[0]
+    assert "<failure" in required.to_junit()
+
+
+def test_no_backend_at_all_is_no_success() -> None:
+    assert not Matrix(quick=False).passed
+
+
+def test_a_defect_that_is_gone_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is known to fail and does not would otherwise stay excused for ever."""
+    monkeypatch.setattr(
+        "o1core.testing.matrix.KNOWN_DEFECTS", {"numpy": {"plain": "it is too plain"}}
+    )
+    matrix = parity(["numpy"], only=FEW)
+    kind, message = outcome(matrix, "plain", "numpy")
+    assert kind == "failed"
+    assert "a defect is known that must make it fail: it is too plain" in message
+    assert outcome(matrix, "fm", "numpy") == ("passed", "")
+
+
+def test_a_known_defect_excuses_no_other_failure(
+    monkeypatch: pytest.MonkeyPatch, site: Path
+) -> None:
+    plugin(site, "mortal", "def run(self, *arguments):\n    import os\n    os._exit(3)")
+    monkeypatch.setattr("o1core.testing.matrix.KNOWN_DEFECTS", {"mortal": {"plain": "is mortal"}})
+    assert outcome(parity(["mortal"], only=FEW), "plain", "mortal")[0] == "failed"
+
+
+def test_known_defects_are_of_cases() -> None:
+    names = {case.name for case in cases()}
+    for defects in KNOWN_DEFECTS.values():
+        assert defects.keys() <= names
+
+
+def test_wrong_names_are_refused() -> None:
+    with pytest.raises(ValueError, match="no backend of that name is installed"):
+        parity(["abacus"], only=FEW)
+    with pytest.raises(ValueError, match="no such variant"):
+        parity(["numpy-abacus"], only=FEW)
+
+
+def test_junit_can_say_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise AssertionError("bell \x07 and <tag> & \ud800")
+
+    monkeypatch.setattr("o1core.testing.matrix.answer", fails)
+    root = ET.fromstring(parity(["numpy"], only=FEW).to_junit())
+    failure = root.find(".//failure")
+    assert failure is not None
+    assert "<tag> &" in failure.get("message", "")
+
+
+# The command --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("O1CORE_REQUIRE", raising=False)
+
+    def few(backends: Any = None, *, quick: bool = False, **options: Any) -> Matrix:
+        return parity(backends, only=FEW, **options)
+
+    monkeypatch.setattr(cli, "parity", few)
+
+
+def test_command(short: None, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    junit = tmp_path / "parity.xml"
+    assert cli.main(["parity", "--backend", "numpy", "--junit", str(junit)]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    lines = out.splitlines()
+    assert lines[0].split() == ["worst", "error", "over", "its", "bound", "numpy"]
+    assert [line.split()[0] for line in lines[1:3]] == ["plain", "fm"]
+    assert 0 < float(lines[1].split()[1]) < 1
+    assert "2 passed, 0 failed, 0 known defects, 0 not supported" in lines[-1]
+    assert ET.parse(junit).getroot().find("testsuite") is not None
+
+
+def test_command_fails(
+    short: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, site: Path
+) -> None:
+    plugin(
+        site,
+        "wrong",
+        "def run(self, plan, handle, q, k, v, out):\n"
+        "    meta = super().run(plan, handle, q, k, v, out)\n    out[:] = -999\n    return meta",
+    )
+    assert cli.main(["parity", "--backend", "wrong"]) == 1
+    out, err = capsys.readouterr()
+    assert "FAIL" in out
+    assert err == "o1core: error: parity failed: 2 failures\n"
+    monkeypatch.setenv("O1CORE_REQUIRE", "numpy, abacus")
+    assert cli.main(["parity", "--backend", "numpy", "--json"]) == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out)["missing"] == ["abacus"]
+    assert err == "o1core: error: parity failed: 1 failures\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--backend", "abacus"], "no backend of that name is installed"),
+        (["--junit", "/no/such/folder/x.xml"], "--junit /no/such/folder/x.xml: there is no folder"),
+        (["--junit", "/"], "--junit / must be a file, and is a folder"),
+        (["--bogus"], "unrecognized arguments"),
+    ],
+)
+def test_command_refuses(
+    short: None, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert cli.main(["parity", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err
+    assert err.count("\n") == 1
+
+
+# Another process ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def remote() -> Iterator[Remote]:
+    executor = Remote("numpy", {})
+    yield executor
+    executor.close()
+
+
+def test_another_process_does_the_same(remote: Remote) -> None:
+    here, there = o1core.O1Batch("numpy"), o1core.O1Batch(remote, fallback=None)
+    a, rows = small_layer(here)
+    b, _ = small_layer(there)
+    assert there.device == here.device
+    snapshots = a.snapshot(), b.snapshot()
+    for at in (0, 1, 70):
+        part = [x[at : at + 70] for x in rows]
+        assert a.extend(*part).tobytes() == b.extend(*part).tobytes()
+        assert same_state(a.state(), b.state())
+    fork = b.fork()
+    a.restore(snapshots[0])
+    b.restore(snapshots[1])
+    assert same_state(a.state(), b.state())
+    assert not same_state(fork.state(), b.state())
+
+
+def test_what_goes_wrong_there_is_told_here(remote: Remote) -> None:
+    layer, rows = small_layer(o1core.O1Batch(remote, fallback=None))
+    before = layer.state()
+    with pytest.raises(RuntimeError, match="AttributeError"):
+        remote._ask("no_such_verb")
+    with pytest.raises(RuntimeError, match="KeyError"):
+        remote._ask("read", 10**6)
+    assert same_state(layer.state(), before)
+    with pytest.raises(ValueError, match="device must be None or 'cpu'"):
+        Remote("numpy", {"device": "gpu"})
+    with pytest.raises(o1core.UnknownBackend):
+        Remote("abacus", {})
+    remote._process._process.kill()
+    with pytest.raises(RuntimeError, match="the process of backend numpy ended with code"):
+        layer.extend(*rows)
+
+
+def test_what_is_no_longer_held_is_let_go(remote: Remote) -> None:
+    engine = o1core.O1Batch(remote, fallback=None)
+    layer, rows = small_layer(engine)
+    for _ in range(5):
+        layer.fork().extend(*rows)
+    assert remote._ask("held") <= 6
+
+
+def test_poisoned_rows_do_not_leak_here(remote: Remote) -> None:
+    layer, rows = small_layer(o1core.O1Batch(remote, fallback=None))
+    assert np.isfinite(layer.extend(*rows)).all()
+    case: Case = FEW[0]
+    assert parity([remote], only=[case]).passed
