@@ -88,9 +88,40 @@ def test_taichi_page() -> None:
     assert namespace["out"].shape == (64, 6, 64)
 
 
+def test_parity_page(capsys: pytest.CaptureFixture[str]) -> None:
+    found = blocks("docs/parity.md")
+    assert len(found) == 3
+    namespace: dict[str, Any] = {}
+    for block in found:
+        exec(compile(block, "docs/parity.md", "exec"), namespace)
+    assert namespace["steps"] is not None
+    assert namespace["report"].worst <= 1
+    assert "0 failed" in capsys.readouterr().out
+
+
+def test_workflow_has_the_inputs_that_are_documented() -> None:
+    """And the project's own CI gives it no others."""
+    workflow = (ROOT / ".github/workflows/parity.yml").read_text()
+    inputs = re.findall(r"^      ([a-z-]+):$", workflow.partition("permissions:")[0], re.MULTILINE)
+    assert {"runner", "python", "install", "require"} <= set(inputs)
+    for name in ("docs/parity.md", ".github/workflows/ci.yml"):
+        text = (ROOT / name).read_text()
+        (given,) = re.findall(r"uses: .*parity\.yml.*\n +with:\n((?: {6,}.*\n)+)", text)
+        keys = re.findall(r"^ +([a-z-]+):", given, re.MULTILINE)
+        assert keys
+        assert set(keys) <= set(inputs), name
+
+
 @pytest.mark.parametrize(
     "name",
-    ["README.md", "CONTRIBUTING.md", "docs/performance.md", "docs/taichi.md", "docs/wgpu.md"],
+    [
+        "README.md",
+        "CONTRIBUTING.md",
+        "docs/parity.md",
+        "docs/performance.md",
+        "docs/taichi.md",
+        "docs/wgpu.md",
+    ],
 )
 def test_links_lead_somewhere(name: str) -> None:
     page = ROOT / name

@@ -198,7 +198,7 @@ def test_what_does_not_run_has_a_reason(site: Path) -> None:
     assert "<failure" in named.to_junit()
     required = parity(["numpy"], only=FEW[:1], require=["numpy", "abacus"])
     assert required.missing == ["abacus"]
-    assert "abacus was required and did not run" in required.failures[0]
+    assert "abacus was required and did not run: it is not installed" in required.failures[0]
     assert "<failure" in required.to_junit()
 
 

@@ -124,7 +124,7 @@ class Matrix:
             for c in self.columns
             if name in (c.name, c.backend) and not c.ran
         ]
-        return "; ".join(found) or "it is not installed"
+        return "; ".join(found) or "it is not installed, or not among those that were asked for"
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
