@@ -59,6 +59,33 @@ def test_kernel_by_kernel(backend: str, hostile: o1core.O1Batch, case: Case) -> 
         STEPS[backend, case.name] = steps
 
 
+@every_column
+def test_steps_that_are_left_can_be_undone(engine: o1core.O1Batch) -> None:
+    executor, layer = engine._executor, small_layer(engine)[0]
+    state, (q, k, v) = layer.state(), small_layer(engine, rows=32)[1]
+    plan = o1core.Plan.build(state.geometry, len(q))
+    handle, twin = (executor.allocate(state.geometry) for _ in range(2))
+    executor.write(handle, state.buffers())
+    executor.write(twin, state.buffers())
+    before = executor.read(handle)
+    want, out = (np.full((len(q), 4, 12), np.nan, np.float32) for _ in range(2))
+    for stop in range(1, 5):
+        checkpoint = executor.checkpoint(handle, [plan])
+        steps = executor.steps(plan, handle, q, k, v, out)
+        assert steps is not None
+        for _ in itertools.islice(steps, stop):
+            pass
+        del steps
+        executor.rollback(handle, checkpoint)
+        after = executor.read(handle)
+        assert all(after[name].tobytes() == before[name].tobytes() for name in before)
+    executor.run(plan, twin, q, k, v, want)
+    executor.run(plan, handle, q, k, v, out)
+    assert out.tobytes() == want.tobytes()
+    after, wanted = executor.read(handle), executor.read(twin)
+    assert all(after[name].tobytes() == wanted[name].tobytes() for name in wanted)
+
+
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_every_pair(engines: dict[str, o1core.O1Batch], case: Case) -> None:
     """Backends agree with each other, within the bound that each has by itself."""

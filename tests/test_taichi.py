@@ -187,8 +187,8 @@ def wrong_size(field: str, change: Callable[[int], int]) -> Callable[[Any], Any]
     def patch(module: Any) -> Any:
         sizes = module._sizes
 
-        def changed(g: Any, room: int, scratch: Any) -> Any:
-            values = sizes(g, room, scratch)
+        def changed(*arguments: Any) -> Any:
+            values = sizes(*arguments)
             at = module.FIELDS.index(field)
             values[at] = change(int(values[at]))
             return values
@@ -243,6 +243,10 @@ WRONG: dict[str, Callable[[Any], Any]] = {
     "scratch-overlaps": wrong_size("far_peaks", lambda at: 0),
     "block-mass-overlaps": wrong_size("block_mass", lambda at: 0),
     "numerators-overlap": wrong_size("numerators", lambda at: 0),
+    **{
+        f"no-{kernel}": wrong_size("stages", lambda bits, i=i: bits & ~(1 << i))  # type: ignore[misc]
+        for i, kernel in enumerate(("far_e", "far_commit", "attend", "ring_commit", "meta"))
+    },
     "writes-the-old-state": wrong_call(swapped(4, 7)),
     "keeps-the-old-meta": wrong_call(swapped(3, 6)),
     "keys-for-values": wrong_call(swapped(10, 11)),

@@ -38,6 +38,7 @@ try:
     from wgpu.backends import wgpu_native as native
 
     from o1core_wgpu import WgpuExecutor, device, executor, workspace
+    from o1core_wgpu.source import ENVIRONMENT
 except ImportError:
     pass  # every test then skips, or fails, with the reason
 
@@ -357,8 +358,8 @@ def test_limits_too_small(limit: str, have: int) -> None:
     ("backend", "options", "message"),
     [
         ("wgpu", {"nonsense": 1}, r"backend wgpu has no option 'nonsense' \(it has wgsl\)"),
-        ("wgpu", {"wgsl": 7}, "wgsl must be 'original' or a path, got int"),
-        ("wgpu", {"wgsl": False}, "wgsl must be 'original' or a path, got bool"),
+        ("wgpu", {"wgsl": 7}, "wgsl must be 'own', 'original' or a path, got int"),
+        ("wgpu", {"wgsl": False}, "wgsl must be 'own', 'original' or a path, got bool"),
         ("auto", {"wgsl": "x"}, "wgsl must come with the name of the backend that has it"),
         ("numpy", {"wgsl": "x"}, r"backend numpy has no option 'wgsl' \(it has none\)"),
     ],
@@ -370,7 +371,7 @@ def test_wrong_options(backend: str, options: dict[str, Any], message: str) -> N
 
 @pytest.mark.parametrize("wgsl", ["", "no such file"])
 def test_a_file_that_is_not_there(wgsl: str, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="wgsl must be 'original' or the path"):
+    with pytest.raises(FileNotFoundError, match="wgsl must be 'own', 'original' or the path"):
         o1core.O1Batch("wgpu", wgsl=wgsl and str(tmp_path / wgsl))
 
 
@@ -387,24 +388,42 @@ def test_the_compiler_has_the_last_word(tmp_path: Path, monkeypatch: pytest.Monk
         o1core.O1Batch("wgpu", wgsl=bad)
     assert "let x: f32" in str(e.value)
 
-    monkeypatch.setenv(executor.ENVIRONMENT, str(good))
+    monkeypatch.setenv(ENVIRONMENT, str(good))
     with o1core.O1Batch("wgpu", fallback=None) as engine:
         assert f"kernels: WGSL of {good}" in engine.reason
     for name, what in ((str(bad), "compile"), (str(tmp_path / "none"), "neither")):
-        monkeypatch.setenv(executor.ENVIRONMENT, name)
-        rule = rf"(?s){executor.ENVIRONMENT} is set, and wgsl must .*{what}"
+        monkeypatch.setenv(ENVIRONMENT, name)
+        rule = rf"(?s){ENVIRONMENT} is set, and wgsl must .*{what}"
         with pytest.warns(o1core.BackendFallbackWarning, match=rule):
             assert o1core.O1Batch("wgpu").backend == "numpy"
         with monkeypatch.context() as patch:
             patch.setattr(device, "_is_software", lambda adapter: False)
             with o1core.O1Batch() as auto:
                 assert auto.backend == "numpy"
-                assert executor.ENVIRONMENT in auto.reason
+                assert ENVIRONMENT in auto.reason
         with o1core.O1Batch("wgpu", wgsl=good, fallback=None) as engine:
             assert f"kernels: WGSL of {good}" in engine.reason
-    monkeypatch.setenv(executor.ENVIRONMENT, "")
+        with o1core.O1Batch("wgpu", wgsl="own", fallback=None) as engine:
+            assert "o1core's own WGSL" in engine.reason
+    monkeypatch.setenv(ENVIRONMENT, "")
     with o1core.O1Batch("wgpu", fallback=None) as engine:
         assert "o1core's own WGSL" in engine.reason
+
+
+def test_the_original_of_the_environment(
+    original_wgsl: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only if it is that, byte for byte; another text is not taken for it."""
+    monkeypatch.setenv("CARGO_HOME", str(tmp_path))
+    monkeypatch.setenv(ENVIRONMENT, original_wgsl)
+    with o1core.O1Batch("wgpu", wgsl="original", fallback=None) as engine:
+        assert "original WGSL, byte for byte" in engine.reason
+    changed = tmp_path / "changed.txt"
+    changed.write_text(Path(original_wgsl).read_text().replace("o1b_meta(", "o1b_meta (", 1))
+    for name in (str(changed), str(tmp_path / "none"), "original"):
+        monkeypatch.setenv(ENVIRONMENT, name)
+        with pytest.raises(FileNotFoundError, match="wgsl, or O1CORE_WGSL, may also be the path"):
+            o1core.O1Batch("wgpu", wgsl="original", fallback=None)
 
 
 # Limits of sizes ----------------------------------------------------------------------------------

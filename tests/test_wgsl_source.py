@@ -628,7 +628,7 @@ def test_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(FileNotFoundError, match=r"^wgsl must be .* got ''"):
         load("")
     wrong: Any = 3
-    with pytest.raises(TypeError, match=r"^wgsl must be 'original' or a path, got int"):
+    with pytest.raises(TypeError, match=r"^wgsl must be 'own', 'original' or a path, got int"):
         load(wrong)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache
@@ -97,29 +97,50 @@ class NumpyExecutor(Executor):
 
     def run(self, plan: Plan, handle: NumpyState, q: F32, k: F32, v: F32, out: F32) -> Meta:
         g = plan.geometry
-        by_group = (plan.rows, g.groups, g.heads_per_group)
-        q4, out4 = q.reshape(*by_group, g.head_dim), out.reshape(*by_group, g.value_dim)
         # Underflow to 0 is what a softmax wants, and a host may have made it an error.
         with np.errstate(all="ignore"):
-            calls: list[Call] = []
-            at = -1
-            for dispatch in plan.dispatches:
-                if dispatch.first_row != at:
-                    at = dispatch.first_row
-                    rows = slice(at, at + dispatch.rows)
-                    calls = [
-                        Call(
-                            g, q4[rows, c.groups], k[rows, c.groups], v[rows, c.groups], out4[rows]
-                        )
-                        for c in handle.cohorts
-                    ]
-                for c, call in zip(handle.cohorts, calls, strict=True):
-                    self.kernels[dispatch.kernel](c, call)
+            for _ in self._dispatched(plan, handle, q, k, v, out):
+                pass
         metas: list[GroupMeta] = [GroupMeta(0, 0, 0)] * g.groups
         for c in handle.cohorts:
             for i in np.arange(g.groups)[c.groups]:
                 metas[i] = c.meta
         return metas
+
+    def steps(
+        self, plan: Plan, handle: NumpyState, q: F32, k: F32, v: F32, out: F32
+    ) -> Iterator[tuple[str, ...]]:
+        dispatched = self._dispatched(plan, handle, q, k, v, out)
+        ran: tuple[str, ...] = ()
+        for _ in plan.dispatches:
+            # Not around the stops too, where the caller has settings of its own.
+            with np.errstate(all="ignore"):
+                ran += (next(dispatched),)
+            # The live keys are where `start`, which ring_commit moves, and meta say together.
+            if ran[-1] != "ring_commit":
+                yield ran
+                ran = ()
+
+    def _dispatched(
+        self, plan: Plan, handle: NumpyState, q: F32, k: F32, v: F32, out: F32
+    ) -> Iterator[str]:
+        """Run the dispatches one by one, and name the kernel of each once it has run."""
+        g = plan.geometry
+        by_group = (plan.rows, g.groups, g.heads_per_group)
+        q4, out4 = q.reshape(*by_group, g.head_dim), out.reshape(*by_group, g.value_dim)
+        calls: list[Call] = []
+        at = -1
+        for dispatch in plan.dispatches:
+            if dispatch.first_row != at:
+                at = dispatch.first_row
+                rows = slice(at, at + dispatch.rows)
+                calls = [
+                    Call(g, q4[rows, c.groups], k[rows, c.groups], v[rows, c.groups], out4[rows])
+                    for c in handle.cohorts
+                ]
+            for c, call in zip(handle.cohorts, calls, strict=True):
+                self.kernels[dispatch.kernel](c, call)
+            yield dispatch.kernel
 
     def copy(self, handle: NumpyState, geometry: Geometry) -> NumpyState:
         return NumpyState(

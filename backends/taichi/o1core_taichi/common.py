@@ -58,9 +58,12 @@ SCRATCH = (
     *("far_logits", "far_peaks", "far_weights", "block_mass", "running_max", "running_mass"),
     *("numerators", "weights", "landmark_store"),
 )
-FIELDS = (*NUMBERS, "room", *STATE, *SEALED, *SCRATCH, "scale")
+STAGES = ("far_e", "far_commit", "attend", "ring_commit", "meta")
+"""The plan's kernels as a call runs them, in order, each with the loops that prepare it."""
+FAR_E, FAR_COMMIT, ATTEND, RING_COMMIT, META = range(len(STAGES))
+FIELDS = (*NUMBERS, "room", *STATE, *SEALED, *SCRATCH, "stages", "scale")
 """What `sizes` holds: numbers; the rows that scratch has room for; where each part begins in its
-array; the bits of the scale."""
+array; a bit for each of `STAGES` that a launch is to run; the bits of the scale."""
 
 Sizes = ti.types.struct(
     **dict.fromkeys(FIELDS[:-1], ti.i32), scale=ti.f32, landmark_rows=ti.i32, stride=ti.i32
@@ -99,10 +102,17 @@ def sizes_of(sizes: ti.template()):
         numerators=sizes[24],
         weights=sizes[25],
         landmark_store=sizes[26],
-        scale=ti.bit_cast(sizes[27], ti.f32),
+        stages=sizes[27],
+        scale=ti.bit_cast(sizes[28], ti.f32),
         landmark_rows=sizes[1] * sizes[2],
         stride=sizes[3] + sizes[4] + BAND + sizes[2],
     )
+
+
+@ti.func
+def asked(g: ti.template(), stage: ti.i32) -> ti.i32:
+    """1 if a launch is to run a stage, 0 if its loops are to be empty."""
+    return (g.stages >> stage) & 1
 
 
 # Where things begin: a ring slot's key or value, a landmark's logits, and so on. A landmark row x

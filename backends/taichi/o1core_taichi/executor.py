@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, ClassVar, Self
@@ -18,11 +18,21 @@ from o1core.errors import BackendUnavailable
 from o1core.executor import Buffers, DeviceRows, Executor
 from o1core.layout import Meta, as_meta, buffers, state_buffers
 from o1core.plan import Plan
-from o1core_taichi.common import BAND, BLOCK, FIELDS, MAX_LANDMARKS, SEALED, STATE, TILE
+from o1core_taichi.common import (
+    BAND,
+    BLOCK,
+    FIELDS,
+    MAX_LANDMARKS,
+    SEALED,
+    STAGES,
+    STATE,
+    TILE,
+)
 from o1core_taichi.kernels import call_on_cpu, call_on_gpu
 from o1core_taichi.language import NAME, ti
 from o1core_taichi.resident import resident
 from o1core_taichi.runtime import (
+    ARCHES,
     MAX_ELEMENTS,
     Runtime,
     describe,
@@ -123,6 +133,10 @@ class TaichiExecutor(Executor):
     @classmethod
     def probe(cls) -> str:
         return describe()
+
+    @classmethod
+    def variants(cls) -> Mapping[str, Mapping[str, Any]]:
+        return {f"{cls.name}-{arch}": {"device": arch} for arch in ARCHES}
 
     @property
     def on_cpu(self) -> bool:
@@ -265,6 +279,53 @@ class TaichiExecutor(Executor):
             copies.append(copy)
         return copies[0], copies[1], copies[2]
 
+    def steps(
+        self, plan: Plan, handle: TaichiState, q: F32, k: F32, v: F32, out: F32
+    ) -> Iterator[tuple[str, ...]] | None:
+        if plan.rows > _slab(plan.geometry, self.on_cpu):
+            return None  # scratch has no room for all rows, and every slab runs all stages
+        return self._steps(plan, handle, (q, k, v), out)
+
+    def _steps(
+        self, plan: Plan, handle: TaichiState, rows: Rows, out: F32
+    ) -> Iterator[tuple[str, ...]]:
+        g, runtime = handle.geometry, handle.runtime
+        writes = {dispatch.kernel: dispatch.writes for dispatch in plan.dispatches}
+        call = call_on_cpu if self.on_cpu else call_on_gpu
+        with runtime.using():
+            now, then, shown = handle.current, _moving(runtime, g), _moving(runtime, g)
+            shapes = _scratch_shapes(g, TILE, self.on_cpu)
+            scratch = runtime.array(ti.f32, _total(shapes))
+            held = runtime.array(ti.u32, (g.groups, 4))
+            qkv: tuple[Any, ...] = rows
+            result: Any = out
+            if not self.on_cpu:
+                # A launch may spoil what it does not write of an array of the host.
+                qkv = tuple(_on_device(runtime, x) for x in rows)
+                result = runtime.array(ti.f32, out.shape)
+        before = self.read(handle)
+        written: set[str] = set()
+        for stage, kernel in enumerate(STAGES):
+            if kernel not in writes:
+                continue
+            with runtime.using():
+                sizes = runtime.array(ti.i32, len(FIELDS))
+                sizes.from_numpy(_sizes(g, TILE, shapes, 1 << stage))
+                moving = now.meta, now.state, handle.sealed, then.meta, then.state
+                call(0, plan.rows, sizes, *moving, scratch, *qkv, result, held)
+                ti.sync()
+                if kernel == "attend" and result is not out:
+                    out[...] = result.to_numpy()
+                written.update(writes[kernel])
+                handle.current = then
+                after = self.read(handle)
+                mixed = {n: x if n in written else before[n] for n, x in after.items()}
+                shown.meta.from_numpy(mixed["meta"])
+                shown.state.from_numpy(_joined(mixed, _shapes(g, STATE)))
+                handle.current = shown
+            yield (kernel,)
+        handle.current = then
+
     def device_rows(self, values: Mapping[str, Any]) -> DeviceRows | None:
         return resident(self, self._runtime, values)
 
@@ -326,6 +387,12 @@ def _moving(runtime: Runtime, g: Geometry) -> Moving:
     return Moving(runtime.array(ti.u32, (g.groups, 4)), state)
 
 
+def _on_device(runtime: Runtime, rows: F32) -> Any:
+    array = runtime.array(ti.f32, rows.shape)
+    array.from_numpy(np.array(rows))  # it writes what it reads
+    return array
+
+
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -366,8 +433,10 @@ def _slab(g: Geometry, on_cpu: bool) -> int:
     return max(1, budget // (4 * _total(_scratch_shapes(g, TILE, on_cpu)))) * TILE
 
 
-def _sizes(g: Geometry, room: int, scratch: Shapes) -> npt.NDArray[np.int32]:
-    """What kernels know of a geometry: the fields of `FIELDS`."""
+def _sizes(
+    g: Geometry, room: int, scratch: Shapes, stages: int = (1 << len(STAGES)) - 1
+) -> npt.NDArray[np.int32]:
+    """What kernels know of a geometry, and which stages they run: the fields of `FIELDS`."""
     values: dict[str, int] = {
         "groups": g.groups,
         "heads": g.heads_per_group,
@@ -378,6 +447,7 @@ def _sizes(g: Geometry, room: int, scratch: Shapes) -> npt.NDArray[np.int32]:
         "value_dim": g.value_dim,
         "clamps": int(g.rectifier == "fm"),
         "room": room,
+        "stages": stages,
         "scale": int(np.float32(g.scale).view(np.int32)),
     }
     for shapes in (_shapes(g, STATE), _shapes(g, SEALED), scratch):

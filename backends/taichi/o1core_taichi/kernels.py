@@ -7,14 +7,20 @@ kernel cost far less than several launches from Python.
 
 from o1core_taichi import cpu, gpu
 from o1core_taichi.common import (
+    ATTEND,
     BLOCK,
     F1,
     F3,
     F4,
+    FAR_COMMIT,
+    FAR_E,
     I1,
     I2,
+    META,
+    RING_COMMIT,
     TILE,
     U2,
+    asked,
     far_commit,
     far_peaks,
     head_rows,
@@ -46,14 +52,16 @@ def call_on_cpu(
     # All loops' counts come first: in between, each would cost a launch of its own.
     g = sizes_of(sizes)
     landmark_rows = g.groups * g.landmark_rows
-    queries = g.groups * g.heads * rows
-    blocks = landmark_rows * ((rows + BLOCK - 1) // BLOCK)
-    elements = landmark_rows * g.value_dim
-    slots = g.groups * g.ring * (g.head_dim + g.value_dim)
-    groups = g.groups
-    cpu.far_e(landmark_rows, sizes, meta_in, state, sealed, scratch, k, first_row, rows)
+    e_rows = landmark_rows * asked(g, FAR_E)
+    blocks = e_rows * ((rows + BLOCK - 1) // BLOCK)
+    sum_rows = landmark_rows * asked(g, FAR_COMMIT)
+    elements = sum_rows * g.value_dim
+    queries = g.groups * g.heads * rows * asked(g, ATTEND)
+    slots = g.groups * g.ring * (g.head_dim + g.value_dim) * asked(g, RING_COMMIT)
+    groups = g.groups * asked(g, META)
+    cpu.far_e(e_rows, sizes, meta_in, state, sealed, scratch, k, first_row, rows)
     far_peaks(blocks, sizes, meta_in, scratch, rows)
-    cpu.far_sums(landmark_rows, sizes, meta_in, state, scratch, v, first_row, rows)
+    cpu.far_sums(sum_rows, sizes, meta_in, state, scratch, v, first_row, rows)
     far_commit(elements, sizes, meta_in, state, next_state, scratch, rows)
     cpu.attend_logits(queries, sizes, meta_in, state, sealed, scratch, q, k, first_row, rows)
     cpu.attend_weights(queries, sizes, meta_in, sealed, scratch, rows)
@@ -81,23 +89,26 @@ def call_on_gpu(
 ):
     """As `call_on_cpu`."""
     g = sizes_of(sizes)
-    keys = (rows + BLOCK - 1) // BLOCK
+    blocks = (rows + BLOCK - 1) // BLOCK
     landmarks = (g.landmark_rows + TILE - 1) // TILE
     values = (g.value_dim + TILE - 1) // TILE
     queries = (g.heads * head_rows(rows) + TILE - 1) // TILE
     columns = (g.stride + TILE - 1) // TILE
     quads = (rows + gpu.TOGETHER - 1) // gpu.TOGETHER
-    e_threads = g.groups * keys * landmarks * gpu.THREADS
-    blocks = g.groups * g.landmark_rows * keys
-    sum_threads = g.groups * keys * landmarks * values * gpu.THREADS
-    elements = g.groups * g.landmark_rows * g.value_dim
-    logit_threads = g.groups * queries * columns * gpu.THREADS
-    weight_threads = g.groups * g.heads * quads * gpu.TOGETHER * gpu.LANES
-    attend_threads = g.groups * queries * values * gpu.THREADS
-    slots = g.groups * g.ring * (g.head_dim + g.value_dim)
-    groups = g.groups
+    far_groups = g.groups * asked(g, FAR_E)
+    e_threads = far_groups * blocks * landmarks * gpu.THREADS
+    peaks = far_groups * g.landmark_rows * blocks
+    sum_groups = g.groups * asked(g, FAR_COMMIT)
+    sum_threads = sum_groups * blocks * landmarks * values * gpu.THREADS
+    elements = sum_groups * g.landmark_rows * g.value_dim
+    attend_groups = g.groups * asked(g, ATTEND)
+    logit_threads = attend_groups * queries * columns * gpu.THREADS
+    weight_threads = attend_groups * g.heads * quads * gpu.TOGETHER * gpu.LANES
+    attend_threads = attend_groups * queries * values * gpu.THREADS
+    slots = g.groups * g.ring * (g.head_dim + g.value_dim) * asked(g, RING_COMMIT)
+    groups = g.groups * asked(g, META)
     gpu.far_e(e_threads, sizes, meta_in, state, sealed, scratch, k, first_row, rows)
-    far_peaks(blocks, sizes, meta_in, scratch, rows)
+    far_peaks(peaks, sizes, meta_in, scratch, rows)
     gpu.far_sums(sum_threads, sizes, meta_in, state, scratch, v, first_row, rows)
     far_commit(elements, sizes, meta_in, state, next_state, scratch, rows)
     gpu.attend_logits(logit_threads, sizes, meta_in, state, sealed, scratch, q, k, first_row, rows)

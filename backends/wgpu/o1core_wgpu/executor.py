@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,7 @@ from o1core.layout import Buffer, Meta, as_meta, buffers, state_buffers
 from o1core.plan import MAX_SUB_CHUNK, Plan
 from o1core_wgpu.device import UNIFORM_BYTES, Gpu, open_gpu, software_adapter
 from o1core_wgpu.kernel_set import GivenKernels, KernelSet, own_kernels
-from o1core_wgpu.source import load
+from o1core_wgpu.source import ENVIRONMENT, load
 from o1core_wgpu.workspace import (
     STAGING,
     STORAGE,
@@ -39,7 +39,6 @@ __all__ = ["WgpuExecutor", "WgpuState"]
 
 log = logging.getLogger(__name__)
 
-ENVIRONMENT = "O1CORE_WGSL"
 SCRATCH, PARAMETERS = 13, 15
 
 SUB_CHUNKS = 1024
@@ -49,6 +48,9 @@ ARRAY_BUDGET = 2**28
 """Bytes of an array in one submission, for the same reason and to spare memory."""
 BOUND_SETS = 8
 """How many sets of input buffers a layer keeps bind groups for."""
+
+Rows = tuple[F32, F32, F32, F32]
+"""q, k, v and out."""
 
 
 class WgpuExecutor(Executor):
@@ -79,15 +81,17 @@ class WgpuExecutor(Executor):
         """An executor on an adapter (see `o1core_wgpu.device.open_gpu`), or on the host's device.
 
         wgsl: a `.wgsl` file, or a Rust source that holds the text, with kernels of the interface of
-        docs/operator.md section 6; "original" looks for the upstream engine's in cargo's folders.
-        Without it, the environment variable O1CORE_WGSL names them, and otherwise they are
-        o1core's own.
+        docs/operator.md section 6; "original" stands for the upstream engine's, where O1CORE_WGSL
+        names them or in cargo's folders, "own" for o1core's own. Without it, the environment
+        variable O1CORE_WGSL names them, and otherwise they are o1core's own.
 
         BackendUnavailable when this machine has no adapter or one with limits too small, or the
         variable names no such kernels; FileNotFoundError, TypeError or ValueError for arguments
         that are wrong.
         """
-        named = os.environ.get(ENVIRONMENT) or None if wgsl is None else wgsl
+        named: str | os.PathLike[str] | None = os.environ.get(ENVIRONMENT) or None
+        if wgsl is not None:
+            named = None if wgsl == "own" else wgsl
         try:
             kernels = own_kernels() if named is None else GivenKernels(load(named))
         except (OSError, ValueError) as fault:
@@ -108,6 +112,10 @@ class WgpuExecutor(Executor):
             if wgsl is not None:
                 raise ValueError(refusal) from fault
             raise BackendUnavailable(cls.name, [f"{ENVIRONMENT} is set, and {refusal}"]) from fault
+
+    @classmethod
+    def variants(cls) -> Mapping[str, Mapping[str, Any]]:
+        return {cls.name: {"wgsl": "own"}, f"{cls.name}-original": {"wgsl": "original"}}
 
     @classmethod
     def why_not_auto(cls, device: Any = None) -> str:
@@ -221,49 +229,84 @@ class WgpuExecutor(Executor):
     # Running --------------------------------------------------------------------------------------
 
     def run(self, plan: Plan, handle: WgpuState, q: F32, k: F32, v: F32, out: F32) -> Meta:
-        g = plan.geometry
-        meta: Meta = []
-        with self._using(handle) as gpu:
+        with self._using(handle):
+            meta = handle.meta
             for piece in self._pieces(plan):
-                rows = slice(piece.first_row, piece.first_row + piece.rows)
-                inputs = {"q": q[rows], "k": k[rows], "v": v[rows]}
-                outputs = out[rows]
-                whole = {
-                    name: Bound(buffer, 0, buffer.size)
-                    for name, array in {**inputs, "out": outputs}.items()
-                    for buffer in (self._work.buffer(name, array.nbytes, STORAGE),)
-                }
-                head = 16 * g.groups
-                staging = self._work.buffer("staging", head + outputs.nbytes, STAGING)
-                program = self._program(plan, piece)
-                groups = self._bind_groups(handle, piece, whole)
-                encoder = gpu.device.create_command_encoder()
-                checkpoint = handle.checkpoint
-                if checkpoint is not None:
-                    _record_copy(encoder, g, handle.buffers, checkpoint.buffers)
-                compute = encoder.begin_compute_pass()
-                self._record(compute, program, groups)
-                compute.end()
-                encoder.copy_buffer_to_buffer(handle.buffers["meta"], 0, staging, 0, head)
-                encoder.copy_buffer_to_buffer(whole["out"].buffer, 0, staging, head, outputs.nbytes)
-                for name, array in inputs.items():
-                    gpu.device.queue.write_buffer(whole[name].buffer, 0, array)
-                if checkpoint is not None:
-                    checkpoint.filled = None
-                gpu.submit(encoder)
-                if checkpoint is not None:
-                    checkpoint.filled, handle.checkpoint = True, None
+                call = self._call(self._work, plan, handle, piece, (q, k, v, out))
+                staging = self._work.buffer("staging", call.told_bytes, STAGING)
+                self._submit(call, call.program, staging)
                 try:
-                    with gpu.mapped(staging, head + outputs.nbytes) as data:
-                        meta = as_meta(np.frombuffer(data, np.uint32, head // 4).reshape(-1, 4))
-                        outputs[...] = np.frombuffer(data, np.float32, -1, head).reshape(
-                            outputs.shape
-                        )
+                    meta = call.read_back(staging)
                 except BaseException:
                     self._work.forget("staging")
                     raise
             handle.meta = meta
         return meta
+
+    def steps(
+        self, plan: Plan, handle: WgpuState, q: F32, k: F32, v: F32, out: F32
+    ) -> Iterator[tuple[str, ...]] | None:
+        launches = self._kernels.launches(plan, plan.sub_chunks, self._scratch_budget)
+        if len({launch.entry_point for launch in launches}) < len(launches):
+            return None  # scratch has no room for all rows, and every slab runs all kernels
+        return self._steps(plan, handle, (q, k, v, out))
+
+    def _steps(self, plan: Plan, handle: WgpuState, rows: Rows) -> Iterator[tuple[str, ...]]:
+        kernels = {f"o1b_{dispatch.kernel}": dispatch.kernel for dispatch in plan.dispatches}
+        (piece,) = self._pieces(plan)
+        with self._using(handle) as gpu:
+            # A workspace of its own: what is in scratch must outlast calls between the steps.
+            call = self._call(Workspace(gpu), plan, handle, piece, rows)
+        for step in call.program:
+            kernel = kernels.get(step.entry_point)
+            with self._using(handle) as gpu:
+                if kernel == "attend":
+                    staging = gpu.buffer(call.told_bytes, STAGING)
+                    self._submit(call, (step,), staging)
+                    call.read_back(staging)
+                else:
+                    self._submit(call, (step,))
+                if kernel == "meta":
+                    handle.meta = _read_meta(handle)
+            if kernel is not None:
+                yield (kernel,)
+
+    def _call(
+        self, work: Workspace, plan: Plan, handle: WgpuState, piece: Piece, rows: Rows
+    ) -> Call:
+        """A piece of a call, with its rows and scratch in buffers of the workspace."""
+        part = slice(piece.first_row, piece.first_row + piece.rows)
+        q, k, v, out = (array[part] for array in rows)
+        arrays = {"q": q, "k": k, "v": v, "out": out}
+        bound = {
+            name: Bound(buffer, 0, buffer.size)
+            for name, array in arrays.items()
+            for buffer in (work.buffer(name, array.nbytes, STORAGE),)
+        }
+        program = self._program(work, plan, piece)
+        return Call(handle, arrays, bound, program, self._bind_groups(work, handle, piece, bound))
+
+    def _submit(
+        self, call: Call, program: Sequence[Step], staging: wgpu.GPUBuffer | None = None
+    ) -> None:
+        """Submit launches of a call, after an open checkpoint and before what goes to staging."""
+        handle = call.handle
+        gpu, checkpoint = handle.gpu, handle.checkpoint
+        encoder = gpu.device.create_command_encoder()
+        if checkpoint is not None:
+            _record_copy(encoder, handle.geometry, handle.buffers, checkpoint.buffers)
+        compute = encoder.begin_compute_pass()
+        self._record(compute, program, call.groups)
+        compute.end()
+        if staging is not None:
+            call.record_copies(encoder, staging)
+        for name in ("q", "k", "v"):
+            gpu.device.queue.write_buffer(call.bound[name].buffer, 0, call.arrays[name])
+        if checkpoint is not None:
+            checkpoint.filled = None
+        gpu.submit(encoder)
+        if checkpoint is not None:
+            checkpoint.filled, handle.checkpoint = True, None
 
     def check_encode(
         self, geometry: Geometry, rows: int, encoder: Any, q: Any, k: Any, v: Any, out: Any
@@ -326,21 +369,22 @@ class WgpuExecutor(Executor):
                 for piece in pieces
             ]
             # Everything that can fail has to happen before the first command is recorded.
+            work = self._work
             try:
-                work = [
-                    (self._program(plan, piece), self._bind_groups(handle, piece, part))
+                recorded = [
+                    (self._program(work, plan, piece), self._bind_groups(work, handle, piece, part))
                     for piece, part in zip(pieces, parts, strict=True)
                 ]
             except wgpu.GPUError as fault:
                 raise ValueError(f"q, k, v and out must be buffers in being: {fault}") from fault
-            if not work:
+            if not recorded:
                 return
             try:
                 compute = encoder.begin_compute_pass() if own_pass else encoder
-                self._record(compute, *work[0])
+                self._record(compute, *recorded[0])
             except wgpu.GPUError as fault:
                 raise ValueError(f"encoder must be open for commands: {fault}") from fault
-            for program, groups in work[1:]:
+            for program, groups in recorded[1:]:
                 self._record(compute, program, groups)
             if own_pass:
                 compute.end()
@@ -372,14 +416,14 @@ class WgpuExecutor(Executor):
             part = chunks[at : at + fit]
             yield Piece(part[0].first_row, sum(c.rows for c in part), part)
 
-    def _program(self, plan: Plan, piece: Piece) -> tuple[Step, ...]:
+    def _program(self, work: Workspace, plan: Plan, piece: Piece) -> tuple[Step, ...]:
         # Pieces that differ only in where they begin are the same work on other rows.
         shape = tuple(c.rows for c in piece.sub_chunks)
         key = plan.geometry, shape
-        found = self._work.programs.get(key)
+        found = work.programs.get(key)
         if found is None:
             launches = self._kernels.launches(plan, piece.sub_chunks, self._scratch_budget)
-            found = self._work.program(key, launches)
+            found = work.program(key, launches)
         return found
 
     def _record(
@@ -394,12 +438,12 @@ class WgpuExecutor(Executor):
             compute.dispatch_workgroups(*workgroups)
 
     def _bind_groups(
-        self, handle: WgpuState, piece: Piece, bound: Mapping[str, Bound]
+        self, work: Workspace, handle: WgpuState, piece: Piece, bound: Mapping[str, Bound]
     ) -> dict[str, wgpu.GPUBindGroup]:
         g = handle.geometry
         nbytes = self._kernels.scratch_bytes(g, piece.rows, self._scratch_budget)
-        scratch = self._work.buffer("scratch", nbytes, STORAGE)
-        uniforms = self._work.uniforms
+        scratch = work.buffer("scratch", nbytes, STORAGE)
+        uniforms = work.uniforms
         key = (*(b.key for b in bound.values()), id(scratch), id(uniforms))
         found = handle.bind_groups.get(key)
         if found is not None:
@@ -417,7 +461,7 @@ class WgpuExecutor(Executor):
             entries = []
             for number in pipeline.bindings:
                 # Without a far field or sinks, kernels still bind a buffer that they never read.
-                to = resources.get(number) or self._work.absent(number)
+                to = resources.get(number) or work.absent(number)
                 entries.append(
                     {
                         "binding": number,
@@ -453,6 +497,39 @@ class WgpuExecutor(Executor):
             if handle.undo is not None:
                 _undo(handle, handle.undo)
             yield gpu
+
+
+class Call(NamedTuple):
+    """A piece of a call: q, k, v and out of the host, where they are bound, what is launched."""
+
+    handle: WgpuState
+    arrays: Mapping[str, F32]
+    bound: Mapping[str, Bound]
+    program: Sequence[Step]
+    groups: Mapping[str, wgpu.GPUBindGroup]
+
+    @property
+    def meta_bytes(self) -> int:
+        return 16 * self.handle.geometry.groups
+
+    @property
+    def told_bytes(self) -> int:
+        """Of what is read back: meta, and behind it the output."""
+        return self.meta_bytes + self.arrays["out"].nbytes
+
+    def record_copies(self, encoder: wgpu.GPUCommandEncoder, staging: wgpu.GPUBuffer) -> None:
+        """Record the copies of what is read back."""
+        head, size = self.meta_bytes, self.arrays["out"].nbytes
+        encoder.copy_buffer_to_buffer(self.handle.buffers["meta"], 0, staging, 0, head)
+        encoder.copy_buffer_to_buffer(self.bound["out"].buffer, 0, staging, head, size)
+
+    def read_back(self, staging: wgpu.GPUBuffer) -> Meta:
+        """The meta, with the output put into the host's array, once they are there."""
+        head, out = self.meta_bytes, self.arrays["out"]
+        with self.handle.gpu.mapped(staging, self.told_bytes) as data:
+            meta = as_meta(np.frombuffer(data, np.uint32, head // 4).reshape(-1, 4))
+            out[...] = np.frombuffer(data, np.float32, -1, head).reshape(out.shape)
+        return meta
 
 
 @lru_cache(maxsize=64)

@@ -12,7 +12,10 @@ from pathlib import Path
 
 from o1core_wgpu.interface import Interface, Limits, check, comment_end, limits, parse
 
-__all__ = ["ORIGINAL_SHA256", "Source", "load"]
+__all__ = ["ENVIRONMENT", "ORIGINAL_SHA256", "Source", "load"]
+
+ENVIRONMENT = "O1CORE_WGSL"
+"""The variable that names the kernels to run in place of o1core's own."""
 
 ORIGINAL_SHA256 = "d1e283f4659d6ada3bbab54af8fde3888a7c44c341211bb6b938dba3d7c326b2"
 """Of the kernels in cortiq-engine 0.8.51: their raw string without its first newline."""
@@ -46,19 +49,23 @@ class Source:
 
 
 def load(wgsl: str | os.PathLike[str]) -> Source:
-    """The kernels of a file, of a folder, or (the string "original") of cargo's folder, checked.
+    """The kernels of a file, of a folder, or (for "original") of the upstream engine, checked.
 
     A file is WGSL, or it has the kernels in one raw string (`r"..."`, `r#"..."#`) as Rust source
     does; its suffix does not matter. Of a raw string, a newline right after the opening quote is
     not part of the text, and CRLF is LF there, as it is to Rust. A byte-order mark is dropped.
 
     Of a folder, the first .rs file with the kernels is taken, subfolders of newer releases of
-    cortiq-engine before older ones. In cargo's folder (`$CARGO_HOME` or `~/.cargo`) that means the
-    releases in registry/src, newest first, then git checkouts, the one last changed first.
+    cortiq-engine before older ones. "original" is what the environment variable O1CORE_WGSL names,
+    if that is the known original byte for byte; else it is looked for in cargo's folder
+    (`$CARGO_HOME` or `~/.cargo`): the releases in registry/src, newest first, then git checkouts,
+    the one last changed first.
 
     FileNotFoundError where there is nothing to read. ValueError for a file that is too large, not
     UTF-8 or without the kernels, and for what `parse`, `check` and `limits` refuse.
     """
+    if wgsl == "original" and (given := _original_of_environment()) is not None:
+        return given
     path = _find(wgsl)
     text = _kernels_of(path)
     try:
@@ -69,6 +76,17 @@ def load(wgsl: str | os.PathLike[str]) -> Source:
         raise ValueError(f"wgsl must name kernels that fit o1core, got {path}: {error}") from None
     digest = hashlib.sha256(text.encode()).hexdigest()
     return Source(text, str(path), digest, interface, sizes)
+
+
+def _original_of_environment() -> Source | None:
+    named = os.environ.get(ENVIRONMENT)
+    if not named or named == "original":
+        return None
+    try:
+        found = load(named)
+    except (OSError, ValueError):
+        return None  # of no use for this; who asks for what it names is told
+    return found if found.is_original else None
 
 
 # What of Rust may have quotes in it: comments, raw strings, strings, characters.
@@ -127,7 +145,7 @@ def _raw_strings(text: str) -> list[str]:
 def _find(wgsl: str | os.PathLike[str]) -> Path:
     """The file that the argument stands for."""
     if not isinstance(wgsl, (str, os.PathLike)):
-        raise TypeError(f"wgsl must be 'original' or a path, got {type(wgsl).__name__}")
+        raise TypeError(f"wgsl must be 'own', 'original' or a path, got {type(wgsl).__name__}")
     if wgsl == "original":
         home = Path(os.environ.get("CARGO_HOME") or os.path.expanduser("~/.cargo"))
         releases = sorted(home.glob("registry/src/*/cortiq-engine-*"))
@@ -142,15 +160,15 @@ def _find(wgsl: str | os.PathLike[str]) -> Path:
             raise FileNotFoundError(
                 "wgsl='original' needs the source of cortiq-engine, and no .rs file in "
                 f"{home / 'registry' / 'src' / '*' / 'cortiq-engine-*'} or in *cortiq* of "
-                f"{home / 'git' / 'checkouts'} has the kernels; wgsl may also be the path of a "
-                "file or folder that has them"
+                f"{home / 'git' / 'checkouts'} has the kernels; wgsl, or {ENVIRONMENT}, "
+                "may also be the path of a file or folder that has them"
             )
         return found
     path = Path(wgsl)
     if not os.fspath(wgsl) or not path.exists():
         raise FileNotFoundError(
-            f"wgsl must be 'original' or the path of a file or folder, got {os.fspath(wgsl)!r}, "
-            "which is neither"
+            "wgsl must be 'own', 'original' or the path of a file or folder, "
+            f"got {os.fspath(wgsl)!r}, which is neither"
         )
     if path.is_dir():
         found = _search((path,))
