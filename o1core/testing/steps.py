@@ -22,7 +22,7 @@ from o1core.testing.run import start
 
 __all__ = ["Steps", "check_same_steps", "check_steps"]
 
-STEP_ROWS, STEP_SUB_CHUNKS = 2 * MAX_SUB_CHUNK + 2, 10
+STEP_ROWS, STEP_SUB_CHUNKS = 2 * MAX_SUB_CHUNK + 2, 5
 """How much of a case is run kernel by kernel, at most."""
 
 Array = npt.NDArray[Any]

@@ -70,7 +70,8 @@ class TaichiState:
     """The handle of one layer.
 
     A call reads `current` and writes another set, which then takes its place; so `kept`, which was
-    current when the call began, is still what it was should the call fail.
+    current when the call began, is still what it was should the call fail. stopped is what `read`
+    gives while a call stands between two of its steps.
     """
 
     runtime: Runtime
@@ -79,6 +80,7 @@ class TaichiState:
     current: Moving
     kept: Moving | None = None
     own: list[Moving] = field(default_factory=list)
+    stopped: dict[str, npt.NDArray[Any]] | None = None
 
     def target(self) -> Moving:
         """A set that the next launch may write."""
@@ -201,13 +203,13 @@ class TaichiExecutor(Executor):
             handle.sealed, handle.current = sealed, moving
 
     def read(self, handle: TaichiState) -> dict[str, npt.NDArray[Any]]:
-        g = handle.geometry
+        if handle.stopped is not None:
+            return {name: array.copy() for name, array in handle.stopped.items()}
         with handle.runtime.using():
-            meta = handle.current.meta.to_numpy()
-            state, sealed = handle.current.state.to_numpy(), handle.sealed.to_numpy()
-        parts = {"meta": meta, **_apart(state, _shapes(g, STATE))}
-        parts |= _apart(sealed, _shapes(g, SEALED))
-        return {b.name: parts[b.name].reshape(b.shape or ()) for b in state_buffers(g)}
+            parts = _moved(handle.geometry, handle.current)
+            parts |= _apart(handle.sealed.to_numpy(), _shapes(handle.geometry, SEALED))
+        table = state_buffers(handle.geometry)
+        return {b.name: parts[b.name].reshape(b.shape or ()) for b in table}
 
     def meta(self, handle: TaichiState) -> Meta:
         with handle.runtime.using():
@@ -226,7 +228,7 @@ class TaichiExecutor(Executor):
             return handle.current
 
     def rollback(self, handle: TaichiState, checkpoint: Moving) -> None:
-        handle.current = checkpoint
+        handle.current, handle.stopped = checkpoint, None
 
     def close(self) -> None:
         """Release what calls share; the runtime stays, for other engines and for the host."""
@@ -292,8 +294,9 @@ class TaichiExecutor(Executor):
         g, runtime = handle.geometry, handle.runtime
         writes = {dispatch.kernel: dispatch.writes for dispatch in plan.dispatches}
         call = call_on_cpu if self.on_cpu else call_on_gpu
+        before = self.read(handle)
         with runtime.using():
-            now, then, shown = handle.current, _moving(runtime, g), _moving(runtime, g)
+            now, then = handle.current, _moving(runtime, g)
             shapes = _scratch_shapes(g, TILE, self.on_cpu)
             scratch = runtime.array(ti.f32, _total(shapes))
             held = runtime.array(ti.u32, (g.groups, 4))
@@ -303,28 +306,26 @@ class TaichiExecutor(Executor):
                 # A launch may spoil what it does not write of an array of the host.
                 qkv = tuple(_on_device(runtime, x) for x in rows)
                 result = runtime.array(ti.f32, out.shape)
-        before = self.read(handle)
-        written: set[str] = set()
-        for stage, kernel in enumerate(STAGES):
-            if kernel not in writes:
-                continue
-            with runtime.using():
-                sizes = runtime.array(ti.i32, len(FIELDS))
-                sizes.from_numpy(_sizes(g, TILE, shapes, 1 << stage))
-                moving = now.meta, now.state, handle.sealed, then.meta, then.state
-                call(0, plan.rows, sizes, *moving, scratch, *qkv, result, held)
-                ti.sync()
-                if kernel == "attend" and result is not out:
-                    out[...] = result.to_numpy()
-                written.update(writes[kernel])
-                handle.current = then
-                after = self.read(handle)
-                mixed = {n: x if n in written else before[n] for n, x in after.items()}
-                shown.meta.from_numpy(mixed["meta"])
-                shown.state.from_numpy(_joined(mixed, _shapes(g, STATE)))
-                handle.current = shown
-            yield (kernel,)
-        handle.current = then
+        try:
+            handle.stopped = before
+            for stage, kernel in enumerate(STAGES):
+                if kernel not in writes:
+                    continue
+                with runtime.using():
+                    sizes = runtime.array(ti.i32, len(FIELDS))
+                    sizes.from_numpy(_sizes(g, TILE, shapes, 1 << stage))
+                    moving = now.meta, now.state, handle.sealed, then.meta, then.state
+                    call(0, plan.rows, sizes, *moving, scratch, *qkv, result, held)
+                    ti.sync()
+                    if kernel == "attend" and result is not out:
+                        out[...] = result.to_numpy()
+                    after = _moved(g, then)
+                for name in set(writes[kernel]) & after.keys():
+                    handle.stopped[name] = after[name].reshape(before[name].shape)
+                yield (kernel,)
+            handle.current = then
+        finally:
+            handle.stopped = None
 
     def device_rows(self, values: Mapping[str, Any]) -> DeviceRows | None:
         return resident(self, self._runtime, values)
@@ -385,6 +386,11 @@ class TaichiExecutor(Executor):
 def _moving(runtime: Runtime, g: Geometry) -> Moving:
     state = runtime.array(ti.f32, _total(_shapes(g, STATE)))
     return Moving(runtime.array(ti.u32, (g.groups, 4)), state)
+
+
+def _moved(g: Geometry, moving: Moving) -> dict[str, npt.NDArray[Any]]:
+    """The buffers that a call changes, flat, on the host."""
+    return {"meta": moving.meta.to_numpy(), **_apart(moving.state.to_numpy(), _shapes(g, STATE))}
 
 
 def _on_device(runtime: Runtime, rows: F32) -> Any:
