@@ -41,57 +41,72 @@ def plugin(site: Path, backend: str, body: str) -> None:
 # This machine -------------------------------------------------------------------------------------
 
 
+# Each kernel and each kind of state matters in one of them.
+SOME = ("plain", "fm", "no-landmarks", "mixed-windows", "half-full", "golden-clustered")
+
+
 @pytest.fixture(scope="module")
-def printed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], ET.Element]:
-    """What the command gives of this machine, as JSON and as JUnit's XML."""
-    junit = tmp_path_factory.mktemp("parity") / "parity.xml"
-    env = {**os.environ, "O1CORE_REQUIRE": ",".join(REQUIRED)}
-    command = [sys.executable, "-m", "o1core", "parity", "--quick", "--json", "--junit", str(junit)]
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert done.stderr == ""
-    return json.loads(done.stdout), ET.parse(junit).getroot()
+def machine() -> Matrix:
+    """All that runs here, arches and drivers of which a process has one as well."""
+    return parity(only=[case for case in cases() if case.name in SOME], require=REQUIRED)
 
 
-def test_every_backend_of_this_machine(printed: tuple[dict[str, Any], ET.Element]) -> None:
-    data, _ = printed
-    assert data["passed"] is True
-    assert data["failures"] == []
-    columns = {column["name"]: column for column in data["columns"]}
-    ran = [name for name, column in columns.items() if not column["reasons"]]
-    print(", ".join(f"{name} on {columns[name]['device']}" for name in ran))
+def test_every_backend_of_this_machine(machine: Matrix) -> None:
+    assert machine.failures == []
+    assert machine.passed
+    columns = {column.name: column for column in machine.columns}
+    ran = [name for name, column in columns.items() if column.ran]
+    print(", ".join(f"{name} on {columns[name].device}" for name in ran))
     assert "numpy" in ran
     assert {"wgpu", "wgpu-original"} <= columns.keys()
     assert {"taichi-cpu", "taichi-vulkan", "taichi-cuda", "taichi-metal"} <= columns.keys()
     for name in REQUIRED:
         assert any(x == name or x.startswith(f"{name}-") for x in ran)
-    quick = [case.name for case in cases() if case.quick]
-    assert [row for row in data["rows"] if not row.startswith("stream-")] == quick
-    for row, cells in data["rows"].items():
+    assert set(machine.rows) == set(SOME)
+    for row, cells in machine.rows.items():
         assert list(cells) == ran, row
         for cell in cells.values():
-            assert cell["outcome"] == "passed"
-            assert 0 < cell["worst"] <= 1
-    pairs = {tuple(pair["columns"]) for pair in data["pairs"]}
+            assert cell.outcome == "passed"
+            assert cell.worst is not None
+            assert 0 < cell.worst <= 1
+    pairs = {(a, b) for _, a, b in machine.pairs}
     assert len(pairs) == len(ran) * (len(ran) - 1) // 2
-    assert len(data["pairs"]) == len(pairs) * len(quick)
-    assert data["results"]["results"] > 10_000
+    assert len(machine.pairs) == len(pairs) * len(SOME)
+    assert machine.report.results > 1_000 * len(ran)
 
 
-def test_junit_has_the_same(printed: tuple[dict[str, Any], ET.Element]) -> None:
-    data, root = printed
-    suites = {suite.get("name"): suite for suite in root}
-    for column in data["columns"]:
-        tests = list(suites[column["name"]])
-        if column["reasons"]:
+def test_junit_has_the_same(machine: Matrix) -> None:
+    suites = {suite.get("name"): suite for suite in ET.fromstring(machine.to_junit())}
+    for column in machine.columns:
+        tests = list(suites[column.name])
+        if column.ran:
+            assert [test.get("name") for test in tests] == list(machine.rows)
+            assert not any(list(test) for test in tests)
+        else:
             (skipped,) = (next(iter(test)) for test in tests)
             assert skipped.tag == "skipped"
-            assert column["reasons"][0] in skipped.get("message", "")
-        else:
-            assert [test.get("name") for test in tests] == list(data["rows"])
-            assert not any(list(test) for test in tests)
-    assert suites["pairs"].get("tests") == str(len(data["pairs"]))
-    assert all(suite.get("failures") == "0" for suite in root)
+            assert column.reasons[0] in skipped.get("message", "")
+    assert suites["pairs"].get("tests") == str(len(machine.pairs))
+    assert all(suite.get("failures") == "0" for suite in suites.values())
+
+
+def test_quick_as_a_process(tmp_path: Path) -> None:
+    junit = tmp_path / "parity.xml"
+    env = {**os.environ, "O1CORE_REQUIRE": "numpy"}
+    command = [sys.executable, "-m", "o1core", "parity", "--quick", "--backend", "numpy"]
+    command += ["--json", "--junit", str(junit)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert (done.returncode, done.stderr) == (0, "")
+    data = json.loads(done.stdout)
+    assert data["passed"] is True
+    assert data["failures"] == []
+    assert [c["name"] for c in data["columns"]] == ["numpy"]
+    quick = [case.name for case in cases() if case.quick]
+    assert [row for row in data["rows"] if not row.startswith("stream-")] == quick
+    assert len(data["rows"]) > len(quick)
+    assert data["results"]["results"] > 10_000
+    (suite,) = ET.parse(junit).getroot()
+    assert suite.get("tests") == str(len(data["rows"]))
 
 
 def test_the_original_with_its_known_defects(original_wgsl: str, tmp_path: Path) -> None:

@@ -526,7 +526,7 @@ ELSEWHERE: dict[str, tuple[dict[str, str], str]] = {
     ),
     "quadrants": (
         {"O1CORE_TAICHI": "quadrants"},
-        "taichi and not test_on and not other_pieces and (test_matrix or language)",
+        "taichi and not test_on and (test_case or language) and not other_pieces",
     ),
 }
 

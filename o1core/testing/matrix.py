@@ -32,7 +32,7 @@ from o1core.text import table
 __all__ = ["Cell", "Column", "Matrix", "parity"]
 
 STREAMS, QUICK_STREAMS = 12, 2
-QUICK_STEPS = 4
+QUICK_STEPS = 8
 """Of a quick matrix, each so many-th case is run kernel by kernel as well."""
 
 Outcome = Literal["passed", "failed", "known", "unsupported"]

@@ -200,7 +200,7 @@ class TaichiExecutor(Executor):
             moving.state.from_numpy(_joined(buffers, _shapes(g, STATE)))
             sealed = handle.runtime.array(ti.f32, handle.sealed.shape)
             sealed.from_numpy(_joined(buffers, _shapes(g, SEALED)))
-            handle.sealed, handle.current = sealed, moving
+            handle.sealed, handle.current, handle.stopped = sealed, moving, None
 
     def read(self, handle: TaichiState) -> dict[str, npt.NDArray[Any]]:
         if handle.stopped is not None:
@@ -294,7 +294,6 @@ class TaichiExecutor(Executor):
         g, runtime = handle.geometry, handle.runtime
         writes = {dispatch.kernel: dispatch.writes for dispatch in plan.dispatches}
         call = call_on_cpu if self.on_cpu else call_on_gpu
-        before = self.read(handle)
         with runtime.using():
             now, then = handle.current, _moving(runtime, g)
             shapes = _scratch_shapes(g, TILE, self.on_cpu)
@@ -306,8 +305,8 @@ class TaichiExecutor(Executor):
                 # A launch may spoil what it does not write of an array of the host.
                 qkv = tuple(_on_device(runtime, x) for x in rows)
                 result = runtime.array(ti.f32, out.shape)
+        shown = handle.stopped = self.read(handle)
         try:
-            handle.stopped = before
             for stage, kernel in enumerate(STAGES):
                 if kernel not in writes:
                     continue
@@ -321,11 +320,13 @@ class TaichiExecutor(Executor):
                         out[...] = result.to_numpy()
                     after = _moved(g, then)
                 for name in set(writes[kernel]) & after.keys():
-                    handle.stopped[name] = after[name].reshape(before[name].shape)
+                    shown[name] = after[name].reshape(shown[name].shape)
                 yield (kernel,)
             handle.current = then
         finally:
-            handle.stopped = None
+            # Unless the call was undone, and the handle has gone on, before this was closed.
+            if handle.stopped is shown:
+                handle.stopped = None
 
     def device_rows(self, values: Mapping[str, Any]) -> DeviceRows | None:
         return resident(self, self._runtime, values)
