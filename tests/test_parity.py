@@ -42,7 +42,7 @@ def plugin(site: Path, backend: str, body: str) -> None:
 
 
 # Each kernel and each kind of state matters in one of them.
-SOME = ("plain", "fm", "no-landmarks", "mixed-windows", "half-full", "golden-clustered")
+SOME = ("plain", "fm", "no-landmarks", "mixed-windows")
 
 
 @pytest.fixture(scope="module")
