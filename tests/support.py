@@ -22,6 +22,7 @@ _CASES: dict[str | None, str] = dict(KNOWN_DEFECTS[ORIGINAL].items())
 DEFECTS: dict[str, dict[str | None, str]] = {
     "test_case": _CASES,
     "test_kernel_by_kernel": _CASES,
+    "test_handles": _CASES,
     # Cut differently, this massive key too has rows before it.
     "test_case_in_other_pieces": {**_CASES, "massive-100-at-64-100": FAR_MAXIMUM},
     # With the layer's own mix, some rows drop their far field.

@@ -175,6 +175,17 @@ def test_a_backend_that_ends_its_process_fails_alone(
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_backend_that_hangs_fails_alone(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin(site, "stuck", "def run(self, *arguments):\n    import time\n    time.sleep(600)")
+    monkeypatch.setattr("o1core.testing.remote.Process.PATIENCE", 2.0)
+    matrix = parity(["stuck", "numpy"], only=FEW)
+    for case in FEW:
+        assert outcome(matrix, case.name, "numpy") == ("passed", "")
+        kind, message = outcome(matrix, case.name, "stuck")
+        assert kind == "failed"
+        assert "backend stuck gave no answer in 2 s, and was ended" in message
+
+
 def test_a_backend_that_cannot_run_a_case_says_so(site: Path) -> None:
     plugin(
         site,

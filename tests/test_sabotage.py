@@ -13,7 +13,15 @@ from support import SUBSET, every_column
 import o1core
 from o1core.checks import F32
 from o1core.layout import Meta
-from o1core.testing import Hostile, cases, check_backend, check_steps, sabotaged
+from o1core.testing import (
+    Case,
+    Hostile,
+    cases,
+    check_backend,
+    check_handles,
+    check_steps,
+    sabotaged,
+)
 from o1core.testing.around import Around
 from o1core_numpy import NumpyExecutor
 from o1core_numpy.cohort import Cohort
@@ -368,3 +376,86 @@ def test_wrong_steps_are_caught(engine: o1core.O1Batch, wrong: str, message: str
     assert check_steps(engine._executor, PLAIN) is not None
     with pytest.raises(AssertionError, match=message):
         check_steps(Steps(engine._executor, wrong), PLAIN)
+
+
+# Handles --------------------------------------------------------------------------------------
+
+
+class Handles(Around):
+    """Something wrong in what an executor keeps of layers, and of earlier calls."""
+
+    def __init__(self, inner: o1core.Executor, wrong: str) -> None:
+        super().__init__(inner)
+        self.wrong = wrong
+        self.calls = 0
+        self.kept: list[F32] = []
+
+    def copy(self, handle: Any, geometry: o1core.Geometry) -> Any:
+        if self.wrong == "copies share":
+            return handle
+        twin = self.inner.copy(handle, geometry)
+        if self.wrong == "copies lack values":
+            state = self.inner.read(twin)
+            state["ring_v"] *= 0
+            self.inner.write(twin, state)
+        return twin
+
+    def rollback(self, handle: Any, checkpoint: Any) -> None:
+        state = self.inner.read(handle)
+        if self.wrong != "undoes nothing":
+            self.inner.rollback(handle, checkpoint)
+        if self.wrong == "undoes all but the ring":
+            undone = self.inner.read(handle)
+            self.inner.write(handle, {**undone, "ring_k": state["ring_k"]})
+
+    def run(self, plan: o1core.Plan, handle: Any, q: F32, k: F32, v: F32, out: F32) -> Meta:
+        self.calls += 1
+        if self.wrong == "reads old rows" and self.kept:
+            v = v + 0 * self.kept[0].mean(dtype=np.float32)
+        if self.wrong == "writes old outputs" and self.kept:
+            self.kept[0][...] = 0
+        meta = self.inner.run(plan, handle, q, k, v, out)
+        if self.wrong == "never the same twice":
+            out += self.calls * np.spacing(out)
+        self.kept = {"reads old rows": [v], "writes old outputs": [out]}.get(self.wrong, [])
+        return meta
+
+
+@every_column
+@pytest.mark.parametrize("case", SUBSET, ids=str)
+def test_handles(hostile: o1core.O1Batch, case: Case) -> None:
+    check_handles(hostile._executor, case)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("copies share", "a copy, once its original has moved on: "),
+        ("copies lack values", "a copy, once its original has moved on: ring_v"),
+        ("undoes nothing", "a layer whose call was undone: "),
+        ("undoes all but the ring", "a layer whose call was undone: ring_k"),
+        ("never the same twice", "a call that is repeated must give the same bytes"),
+        ("reads old rows", "must be finite|same bytes"),
+        ("writes old outputs", "wrote to the output of an earlier call"),
+    ],
+)
+def test_wrong_handles_are_caught(wrong: str, message: str) -> None:
+    check_handles(Hostile(NumpyExecutor()), PLAIN)
+    with pytest.raises(AssertionError, match=message):
+        check_handles(Hostile(Handles(NumpyExecutor(), wrong)), PLAIN)
+
+
+class OneScratch(NumpyExecutor):
+    """Far maxima of one layer are taken over by the next."""
+
+    def run(self, plan: o1core.Plan, handle: Any, q: F32, k: F32, v: F32, out: F32) -> Meta:
+        before, self.handle = getattr(self, "handle", handle), handle
+        if before is not handle:
+            for mine, other in zip(handle.cohorts, before.cohorts, strict=True):
+                mine.far = {**mine.far, "far_mass": other.far["far_mass"]}
+        return super().run(plan, handle, q, k, v, out)
+
+
+def test_layers_that_share_what_they_should_not_are_caught() -> None:
+    with pytest.raises(AssertionError):
+        check_handles(OneScratch(), PLAIN)

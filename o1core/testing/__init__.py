@@ -21,6 +21,7 @@ from o1core.testing.comparison import (
     check_state,
     compare,
 )
+from o1core.testing.handles import check_handles
 from o1core.testing.known import KNOWN_DEFECTS
 from o1core.testing.matrix import Cell, Column, Matrix, parity
 from o1core.testing.oracle import Expected, Oracle, Rows
@@ -53,6 +54,7 @@ __all__ = [
     "check",
     "check_arrays",
     "check_backend",
+    "check_handles",
     "check_output",
     "check_same",
     "check_same_output",

@@ -79,12 +79,17 @@ class Around(Executor):
 class Hostile(Around):
     """Another executor, given memory as unfriendly as its contract allows.
 
-    Ring slots that hold no key are NaN, those past a narrower window too; rows are read-only and
-    lie amid NaN; the output begins as NaN, and what lies around it must stay what it is.
+    Ring slots that hold no key are NaN, those past a narrower window too; rows are read-only, lie
+    amid NaN, and are NaN themselves once the call is over; the output begins as NaN, and what lies
+    around it must stay what it is, and it itself after the call.
     """
 
     MARGIN = 4096
     """Numbers before and after an array of rows: more than any tile reaches."""
+
+    def __init__(self, inner: Executor) -> None:
+        super().__init__(inner)
+        self._given: tuple[F32, F32] | None = None
 
     def write(self, handle: Any, buffers: Buffers) -> None:
         if "meta" in buffers:
@@ -95,16 +100,22 @@ class Hostile(Around):
         self.inner.write(handle, buffers)
 
     def run(self, plan: Plan, handle: Any, q: F32, k: F32, v: F32, out: F32) -> Meta:
-        rows = [self._amid_nan(x) for x in (q, k, v)]
+        (all_q, q), (all_k, k), (all_v, v) = (self._amid_nan(x) for x in (q, k, v))
         whole, inside = self._guarded(out)
-        meta = self.inner.run(plan, handle, rows[0], rows[1], rows[2], inside)
+        meta = self.inner.run(plan, handle, q, k, v, inside)
         self._take(whole, inside, out)
+        if self._given is not None and self._given[0].tobytes() != self._given[1].tobytes():
+            raise AssertionError(f"backend {self.name} wrote to the output of an earlier call")
+        self._given = inside, out.copy()
+        for array in (all_q, all_k, all_v):
+            array.flags.writeable = True
+            array.fill(np.nan)
         return meta
 
     def steps(
         self, plan: Plan, handle: Any, q: F32, k: F32, v: F32, out: F32
     ) -> Iterator[tuple[str, ...]] | None:
-        rows = [self._amid_nan(x) for x in (q, k, v)]
+        rows = [self._amid_nan(x)[1] for x in (q, k, v)]
         whole, inside = self._guarded(out)
         stops = self.inner.steps(plan, handle, rows[0], rows[1], rows[2], inside)
         return None if stops is None else self._passed_on(stops, whole, inside, out)
@@ -116,11 +127,11 @@ class Hostile(Around):
             self._take(whole, inside, out)
             yield names
 
-    def _amid_nan(self, rows: F32) -> F32:
+    def _amid_nan(self, rows: F32) -> tuple[F32, F32]:
         whole, inside = self._guarded(rows)
         inside[...] = rows
         whole.flags.writeable = inside.flags.writeable = False
-        return inside
+        return whole, inside
 
     def _guarded(self, like: F32) -> tuple[F32, F32]:
         whole = np.full(like.size + 2 * self.MARGIN, np.nan, np.float32)

@@ -22,6 +22,7 @@ from o1core.executor import Executor
 from o1core.testing.around import Hostile
 from o1core.testing.cases import Case, cases
 from o1core.testing.comparison import Report
+from o1core.testing.handles import check_handles
 from o1core.testing.known import KNOWN_DEFECTS
 from o1core.testing.remote import Process, Remote
 from o1core.testing.run import Answer, answer, check, check_same
@@ -32,8 +33,8 @@ from o1core.text import table
 __all__ = ["Cell", "Column", "Matrix", "parity"]
 
 STREAMS, QUICK_STREAMS = 12, 2
-QUICK_STEPS = 8
-"""Of a quick matrix, each so many-th case is run kernel by kernel as well."""
+QUICK_THOROUGH = 8
+"""Of a quick matrix, each so many-th case is run kernel by kernel as well, undone and repeated."""
 
 Outcome = Literal["passed", "failed", "known", "unsupported"]
 Watch = Callable[[str, int, int], None]
@@ -271,8 +272,9 @@ def parity(
     only: these cases instead of the table's (`cases`); quick: a part of the table. require: names
     of backends or variants that must run besides.
 
-    Each cell is the output, the state after sealing and at the end, and what every kernel wrote
-    (in a quick matrix for some cases only), against the oracle. ValueError for a name that is none.
+    Each cell is the output, the state after sealing and at the end, what every kernel wrote, and
+    that calls can be undone and repeated (the last two in a quick matrix for some cases only).
+    ValueError for a name that is none.
     """
     begun = time.monotonic()
     matrix = Matrix(quick)
@@ -299,7 +301,7 @@ def parity(
         for done, case in enumerate(chosen):
             if watch is not None:
                 watch(case.name, done, total)
-            _run_row(matrix, runners, case, steps=not quick or done % QUICK_STEPS == 0)
+            _run_row(matrix, runners, case, thorough=not quick or done % QUICK_THOROUGH == 0)
         for seed in streams:
             if watch is not None:
                 watch(f"stream {seed}", len(chosen) + seed, total)
@@ -386,14 +388,17 @@ def _attempt(work: Callable[[], Report], defect: str = "") -> Cell:
     return cell
 
 
-def _run_row(matrix: Matrix, runners: Sequence[_Runner], case: Case, *, steps: bool) -> None:
+def _run_row(matrix: Matrix, runners: Sequence[_Runner], case: Case, *, thorough: bool) -> None:
     answers: dict[str, tuple[Answer, Steps | None]] = {}
     cells = matrix.rows.setdefault(case.name, {})
 
     def work(runner: _Runner) -> Report:
         given = answer(runner.engine, case)
         report = check(case, given)
-        stepped = check_steps(runner.executor, case) if steps else None
+        stepped = None
+        if thorough:
+            check_handles(runner.executor, case)
+            stepped = check_steps(runner.executor, case)
         if stepped is not None:
             report.add(stepped.report)
         # A wrong answer never gets here, so pairs are of right ones.

@@ -45,11 +45,15 @@ class Reference:
 class Process:
     """Another process, and the requests to it (see `serve`).
 
-    Should it end, every request is a RuntimeError that says how it did.
+    Should it end, every request is a RuntimeError that says how it did; one that takes longer than
+    `PATIENCE` is ended.
     """
+
+    PATIENCE = 300.0
 
     def __init__(self, label: str) -> None:
         self.label = label
+        self._overdue = False
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed in close()
         self._lock = threading.Lock()
         self._gone: list[int] = []
@@ -69,17 +73,28 @@ class Process:
         assert answers is not None
         with self._lock:
             gone, self._gone = self._gone, []
+            watchdog = threading.Timer(self.PATIENCE, self._give_up)
+            watchdog.daemon = True
+            watchdog.start()
             try:
                 pickle.dump((verb, arguments, gone), requests)
                 requests.flush()
                 done, value = pickle.load(answers)
             except (OSError, EOFError, ValueError, pickle.UnpicklingError) as fault:
                 raise RuntimeError(self._end()) from fault
+            finally:
+                watchdog.cancel()
         if not done:
             raise value
         return value
 
+    def _give_up(self) -> None:
+        self._overdue = True
+        self._process.kill()
+
     def _end(self) -> str:
+        if self._overdue:
+            return f"{self.label} gave no answer in {self.PATIENCE:g} s, and was ended"
         try:
             code = f"with code {self._process.wait(10)}"
         except subprocess.TimeoutExpired:

@@ -20,7 +20,7 @@ from o1core.testing.comparison import EXACT, Report, check_arrays, check_output,
 from o1core.testing.oracle import CONSTANTS, Expected, Rows
 from o1core.testing.run import start
 
-__all__ = ["Steps", "check_same_steps", "check_steps"]
+__all__ = ["Steps", "check_same_steps", "check_steps", "state_arrays"]
 
 STEP_ROWS, STEP_SUB_CHUNKS = 2 * MAX_SUB_CHUNK + 2, 5
 """How much of a case is run kernel by kernel, at most."""
@@ -105,7 +105,7 @@ def _check_sub_chunk(
     written: set[str] = set()
     for names in stops:
         found = executor.read(handle)
-        arrays = _arrays(g, found, after)
+        arrays = state_arrays(g, found, after)
         for name in names:
             if name not in left:
                 raise AssertionError(f"{name} must run once, and be of the plan: {sorted(left)}")
@@ -146,8 +146,11 @@ def _buffer_of(g: Geometry) -> dict[str, str]:
     return names
 
 
-def _arrays(g: Geometry, buffers: Mapping[str, Array], meta: Array) -> dict[str, Array]:
-    """Buffers as the arrays of a `LayerState`, without what lies in slots that hold no key."""
+def state_arrays(g: Geometry, buffers: Mapping[str, Array], meta: Array) -> dict[str, Array]:
+    """Buffers as the arrays of a `LayerState`, without what lies in slots that hold no key.
+
+    meta says which do; it may be another than the buffer of that name.
+    """
     arrays = {n: buffers[n] for n in ("sink_k", "sink_v")}
     arrays["meta"] = buffers["meta"][:, :3]
     for name in ("ring_k", "ring_v"):
