@@ -200,6 +200,8 @@ def test_a_backend_that_cannot_run_a_case_says_so(site: Path) -> None:
     assert matrix.passed
     assert "n/a: rectifier must be aggregate, got fm" in str(matrix)
     assert "1 passed, 0 failed, 0 known defects, 1 not supported" in str(matrix)
+    nothing = parity(["narrow"], only=FEW[1:])
+    assert nothing.failures == ["narrow ran no case: all are beyond its limits"]
 
 
 def test_what_does_not_run_has_a_reason(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:

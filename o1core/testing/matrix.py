@@ -114,6 +114,14 @@ class Matrix:
         ]
         if not any(column.ran for column in self.columns):
             lines.append("no backend ran")
+        # A backend may have limits, but not such that nothing is left to check.
+        lines += [
+            f"{column.name} ran no case: all are beyond its limits"
+            for column in self.columns
+            if column.ran
+            and self.rows
+            and all(cells[column.name].outcome == "unsupported" for cells in self.rows.values())
+        ]
         lines += [f"{what}: {x.message}" for what, x in self.cells if x.outcome == "failed"]
         return lines
 
@@ -153,15 +161,14 @@ class Matrix:
             ]
             yield from table(["with each other", "cases", "worst", "FAIL"], body)
             yield ""
-        yield from table(
-            ["column", "runs on", "did not run, because"],
-            [
-                [c.name, " ".join(filter(None, (c.device, c.detail))) or "-", "; ".join(c.reasons)]
-                for c in self.columns
-            ],
-            left=None,
-        )
+        devices = [
+            [c.name, " ".join(filter(None, (c.device, c.detail)))] for c in self.columns if c.ran
+        ]
+        yield from table(["column", "ran on"], devices, left=None)
         yield ""
+        yield from (
+            f"{c.name} did not run: {'; '.join(c.reasons)}" for c in self.columns if not c.ran
+        )
         known = sorted({x.message for _, x in self.cells if x.outcome == "known"})
         yield from (f"known: {text}" for text in known)
         apart = sorted({x.message for _, x in self.cells if x.outcome == "unsupported"})
