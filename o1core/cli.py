@@ -81,11 +81,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _complain(kind: str, message: object) -> None:
     line = " ".join(str(message).split())
     safe = "".join(c if c.isprintable() else "?" for c in line)
-    print(f"o1core: {kind}: {safe}", file=sys.stderr)
+    if sys.stderr is not None:
+        print(f"o1core: {kind}: {safe}", file=sys.stderr)
 
 
 def _say(text: str) -> None:
     """Print, whatever stdout can encode."""
+    if sys.stdout is None:
+        raise OSError("stdout is closed")
     encoding = sys.stdout.encoding or "ascii"
     print(text.encode(encoding, "backslashreplace").decode(encoding))
 
@@ -506,7 +509,7 @@ def _progress() -> Iterator[Progress]:
 @contextmanager
 def _bar() -> Iterator[Any]:
     """rich's progress bar, or None where nobody is looking."""
-    if not sys.stderr.isatty():
+    if sys.stderr is None or not sys.stderr.isatty():
         yield None
         return
     from rich import progress as rich_progress

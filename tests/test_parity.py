@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +22,6 @@ from support import install_plugin, same_state, small_layer
 import o1core
 from o1core import cli
 from o1core.testing import Case, Matrix, Remote, cases, parity, sabotaged
-from o1core.testing.known import KNOWN_DEFECTS
 from o1core_numpy import NumpyExecutor
 
 FEW = [case for case in cases() if case.name in ("plain", "fm")]
@@ -234,52 +236,86 @@ def test_what_does_not_run_has_a_reason(site: Path, monkeypatch: pytest.MonkeyPa
     assert "<failure" in required.to_junit()
 
 
-def test_no_backend_at_all_is_no_success() -> None:
+def test_nothing_is_no_success() -> None:
     assert not Matrix(quick=False).passed
+    assert parity(["numpy"], only=[]).failures == ["no case ran"]
 
 
-def test_a_defect_that_is_gone_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is known to fail and does not would otherwise stay excused for ever."""
-    monkeypatch.setattr(
-        "o1core.testing.matrix.KNOWN_DEFECTS", {"numpy": {"plain": "it is too plain"}}
+def test_only_what_was_said_before_is_beyond_a_limit(site: Path) -> None:
+    plugin(
+        site,
+        "evasive",
+        "def run(self, plan, *arguments):\n"
+        "    import o1core\n"
+        "    raise o1core.BackendUnavailable('evasive', ['out of memory'])",
     )
-    matrix = parity(["numpy"], only=FEW)
-    kind, message = outcome(matrix, "plain", "numpy")
+    kind, message = outcome(parity(["evasive"], only=FEW), "plain", "evasive")
     assert kind == "failed"
-    assert "a defect is known that must make it fail: it is too plain" in message
-    assert outcome(matrix, "fm", "numpy") == ("passed", "")
+    assert "out of memory" in message
 
 
-def test_a_known_defect_excuses_no_other_failure(
-    monkeypatch: pytest.MonkeyPatch, site: Path
+def test_a_wrong_backend_taints_no_other(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams too: they are everyone's own, and move only between those that are right."""
+    monkeypatch.setattr("o1core.testing.matrix.cases", lambda: FEW[:1])
+    for name, body in {
+        "mortal": "def run(self, *arguments):\n    import os\n    os._exit(3)",
+        "narrow": "def unsupported(self, plan):\n    return ['no room']",
+        "fair": "device = __import__('pathlib').Path('a path')\ndef read(self, handle):\n"
+        "    import sys\n    assert sys.stdin.read() == ''\n    return super().read(handle)",
+    }.items():
+        plugin(site, name, body)
+    matrix = parity(["numpy", "mortal", "narrow", "fair"], quick=True)
+    assert {"stream-0", "stream-1"} < set(matrix.rows)
+    for row, cells in matrix.rows.items():
+        found = {name: cell.outcome for name, cell in cells.items()}
+        want = {"numpy": "passed", "mortal": "failed", "narrow": "unsupported", "fair": "passed"}
+        assert found == want, row
+    assert {pair[1:] for pair in matrix.pairs} == {("fair", "numpy")}
+    assert json.loads(matrix.to_json())["columns"][0]["device"]
+
+
+def test_names_that_begin_alike(site: Path) -> None:
+    """A backend's own name comes first; what is not one is a variant."""
+    plugin(site, "numpy-mine".replace("-", "_"), "")
+    install = site / "o1core_numpy_mine-1.5.dist-info" / "entry_points.txt"
+    install.write_text("[o1core.backends]\nnumpy-mine = o1core_numpy_mine:Executor\n")
+    module = site / "o1core_numpy_mine.py"
+    module.write_text(module.read_text().replace('"numpy_mine"', '"numpy-mine"'))
+    matrix = parity(["numpy-mine", "numpy"], only=FEW[:1])
+    assert [column.name for column in matrix.columns] == ["numpy", "numpy-mine"]
+    assert matrix.passed
+
+
+def test_columns_and_cases_have_names_of_their_own() -> None:
+    with pytest.raises(ValueError, match=r"columns must have different names, got numpy \(given\)"):
+        parity([NumpyExecutor(), NumpyExecutor()], only=FEW)
+    with pytest.raises(ValueError, match="cases must have different names, got plain twice"):
+        parity(["numpy"], only=[FEW[0], FEW[0]])
+    with pytest.raises(TypeError, match="got a str"):
+        parity("numpy", only=FEW)
+    with pytest.raises(TypeError, match="got 3"):
+        parity([3], only=FEW)  # type: ignore[list-item]
+
+
+def test_the_working_directory_is_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plugin(site, "mortal", "def run(self, *arguments):\n    import os\n    os._exit(3)")
-    monkeypatch.setattr("o1core.testing.matrix.KNOWN_DEFECTS", {"mortal": {"plain": "is mortal"}})
-    assert outcome(parity(["mortal"], only=FEW), "plain", "mortal")[0] == "failed"
+    (tmp_path / "random.py").write_text("raise ImportError('not this one')")
+    monkeypatch.chdir(tmp_path)
+    assert parity(["numpy"], only=FEW[:1]).passed
 
 
-def test_known_defects_are_of_cases() -> None:
-    names = {case.name for case in cases()}
-    for defects in KNOWN_DEFECTS.values():
-        assert defects.keys() <= names
-
-
-def test_wrong_names_are_refused() -> None:
-    with pytest.raises(ValueError, match="no backend of that name is installed"):
-        parity(["abacus"], only=FEW)
-    with pytest.raises(ValueError, match="no such variant"):
-        parity(["numpy-abacus"], only=FEW)
-
-
-def test_junit_can_say_anything(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any) -> Any:
-        raise AssertionError("bell \x07 and <tag> & \ud800")
-
-    monkeypatch.setattr("o1core.testing.matrix.answer", fails)
-    root = ET.fromstring(parity(["numpy"], only=FEW).to_junit())
-    failure = root.find(".//failure")
-    assert failure is not None
-    assert "<tag> &" in failure.get("message", "")
+@pytest.mark.skipif(sys.platform == "win32", reason="an interrupt is no signal there")
+def test_an_interrupt_ends_the_matrix(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is still undone on the way out, in a process that may not answer any more."""
+    plugin(site, "stuck", "def run(self, *arguments):\n    import time\n    time.sleep(600)")
+    timer = threading.Timer(3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    begun = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        parity(["stuck"], only=FEW)
+    assert time.monotonic() - begun < 60
+    timer.join()
 
 
 # The command --------------------------------------------------------------------------------------

@@ -267,7 +267,7 @@ _QUICK = frozenset((
     "half-full", "mixed-windows", "seals-itself", "dropped", "alternating", "window-1",
     "window-64", "first-eviction-at-1", "first-eviction-at-63", "massive-100-at-40",
     "jumps-of-30", "opposed-80", "survivor-29-below", "twins-0.001", "sinks-dominate",
-    "values-x1e+28", "upstream-full", "golden-clustered", "golden-value-dim",
+    "values-x1e+28", "heads-4-of-128", "upstream-full", "golden-clustered", "golden-value-dim",
 ))
 # fmt: on
 
@@ -308,6 +308,13 @@ def cases() -> tuple[Case, ...]:
         Case("alternating", small, rows(300, peak=3.0, **two), 120, (180,), _alternating_mix),
         Case("zero-mix", small, rows(300, **two), 120, (180,), _zero_mix),
     ]
+    # Sizes of models: head_dim and the heads that share a group.
+    for head_dim, heads in ((128, 4), (128, 8), (96, 7), (80, 5), (72, 9), (48, 16), (192, 2)):
+        inputs = rows(150, heads_per_group=heads, head_dim=head_dim)
+        name = f"heads-{heads}-of-{head_dim}"
+        table.append(Case(name, Config(16, 48, 4), inputs, 80, (66, 1, 3)))
+    table.append(Case("window-600", Config(8, 600, 40), rows(900), 660, (70, 170)))
+    table.append(Case("decode", small, rows(420, heads_per_group=2), 120, (150, *(1,) * 150)))
     # Groups that are not full yet when the layer is sealed: row j of the call evicts first.
     for j in (0, 1, 62, 63):
         config, prompt = Config(8, 16, 2, windows=(100, 16)), 102 - j

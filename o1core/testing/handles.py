@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from o1core.config import Geometry
 from o1core.executor import Executor
+from o1core.layout import as_meta
 from o1core.plan import MAX_SUB_CHUNK, Plan
 from o1core.testing.around import unused_slots
 from o1core.testing.cases import Case
@@ -54,8 +55,15 @@ def check_handles(executor: Executor, case: Case) -> None:
         if _run(executor, plan, one, first).tobytes() != out.tobytes():
             raise AssertionError(f"{name} must give the same bytes")
         _same(_held(executor, one, g), after, f"the state after {name}")
+    _check_many_far_keys(executor, plan, state.buffers(), first, out)
+    # Of another layer, which differs in all that sealing settled.
+    stranger = executor.allocate(g)
+    fixed = {b.name for b in plan.buffers if b.role == "sealed"}
+    changed = {n: x * np.float32(0.5) if n in fixed else x for n, x in state.buffers().items()}
+    executor.write(stranger, changed)
     q, k, v = (np.ascontiguousarray(x[::-1]) for x in second)
-    _run(executor, plan, twin, (q, k, v))
+    for one in (twin, stranger):
+        _run(executor, plan, one, (q, k, v))
     oracle.append(first)
     oracle.append(second)
     out = _run(executor, plan, handle, second)
@@ -64,6 +72,22 @@ def check_handles(executor: Executor, case: Case) -> None:
     wanted = oracle.state()
     meta = np.array([(*row, w) for row, w in zip(wanted["meta"], g.windows, strict=True)])
     check_arrays(state_arrays(g, executor.read(handle), meta), wanted)
+
+
+def _check_many_far_keys(
+    executor: Executor, plan: Plan, buffers: Buffers, rows: Rows, want: npt.NDArray[np.float32]
+) -> None:
+    """After a long stream: only whether there are far keys matters, but all must be counted."""
+    meta = buffers["meta"].copy()
+    meta[:, 2] += np.uint32(2**31) * (meta[:, 2] > 0)
+    handle = executor.allocate(plan.geometry)
+    executor.write(handle, {**buffers, "meta": meta})
+    if _run(executor, plan, handle, rows).tobytes() != want.tobytes():
+        raise AssertionError("the count of far keys must change nothing but the count")
+    after = list(plan.meta_after(as_meta(meta)))
+    for found in (as_meta(executor.read(handle)["meta"]), list(executor.meta(handle))):
+        if found != after:
+            raise AssertionError(f"meta must be {after} after many far keys, got {found}")
 
 
 def _rows(case: Case, at: int, rows: int) -> Rows:

@@ -16,14 +16,17 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from o1core import registry
+from o1core.config import Config, Geometry
 from o1core.engine import O1Batch
 from o1core.errors import BackendUnavailable, UnknownBackend
 from o1core.executor import Executor
+from o1core.plan import Plan
 from o1core.testing.around import Hostile
 from o1core.testing.cases import Case, cases
 from o1core.testing.comparison import Report
 from o1core.testing.handles import check_handles
 from o1core.testing.known import KNOWN_DEFECTS
+from o1core.testing.oracle import Rows
 from o1core.testing.remote import Process, Remote
 from o1core.testing.run import Answer, answer, check, check_same
 from o1core.testing.steps import Steps, check_same_steps, check_steps
@@ -114,6 +117,8 @@ class Matrix:
         ]
         if not any(column.ran for column in self.columns):
             lines.append("no backend ran")
+        elif not self.rows:
+            lines.append("no case ran")
         # A backend may have limits, but not such that nothing is left to check.
         lines += [
             f"{column.name} ran no case: all are beyond its limits"
@@ -246,13 +251,16 @@ def _suite(root: ET.Element, name: str, cells: Mapping[str, Cell]) -> None:
             "testcase",
             {"classname": f"parity.{name}", "name": row, "time": f"{cell.seconds:.3f}"},
         )
-        # XML has no way to write control characters.
-        text = "".join(c if c.isprintable() else " " for c in cell.message)
         if cell.outcome == "failed":
-            ET.SubElement(test, "failure", message=text)
+            ET.SubElement(test, "failure", message=cell.message)
         elif cell.outcome in ("known", "unsupported"):
             kind = "known defect: " if cell.outcome == "known" else "not supported: "
-            ET.SubElement(test, "skipped", message=kind + text)
+            ET.SubElement(test, "skipped", message=kind + cell.message)
+
+
+def _clean(text: object) -> str:
+    """On one line, without what terminals obey and XML cannot say."""
+    return "".join(c if c.isprintable() else " " for c in str(text))
 
 
 # Running ------------------------------------------------------------------------------------------
@@ -274,36 +282,40 @@ def parity(
 ) -> Matrix:
     """Run the matrix: every case on every backend of this machine, and all with each other.
 
-    backends: names of backends or of their variants, which run in processes of their own, or
+    backends: names of backends or of their variants, which run in processes of their own, and
     executors, which run in this one; all that are installed by default. What is named must run.
     only: these cases instead of the table's (`cases`); quick: a part of the table. require: names
     of backends or variants that must run besides.
 
     Each cell is the output, the state after sealing and at the end, what every kernel wrote, and
     that calls can be undone and repeated (the last two in a quick matrix for some cases only).
-    ValueError for a name that is none.
+    ValueError for a name that is none or comes twice.
     """
     begun = time.monotonic()
     matrix = Matrix(quick)
+    given = None if backends is None else _as_list(backends)
     chosen = [c for c in cases() if c.quick or not quick] if only is None else list(only)
+    _distinct("cases", [case.name for case in chosen])
     streams = range(0 if only is not None else QUICK_STREAMS if quick else STREAMS)
+    candidates = list(_columns(given))
+    _distinct("columns", [column.name for column, _ in candidates])
     with ExitStack() as stack:
         runners = []
-        for column, make in _columns(backends):
+        for column, make in candidates:
             matrix.columns.append(column)
             try:
                 executor = make()
             except BackendUnavailable as fault:
-                column.reasons = fault.reasons
+                column.reasons = tuple(map(_clean, fault.reasons)) or ("it gives no reason",)
             except (RuntimeError, TypeError, ValueError, OSError) as fault:
-                column.reasons = (str(fault),)
+                column.reasons = (_clean(fault),)
             else:
-                column.device, column.detail = executor.device, executor.detail
+                column.device, column.detail = _clean(executor.device), _clean(executor.detail)
                 if isinstance(executor, Remote):
                     stack.callback(executor.close)
                 engine = O1Batch(executor, fallback=None)
                 runners.append(_Runner(column.name, executor, engine))
-        _note_missing(matrix, backends, require)
+        _note_missing(matrix, given, map(_clean, require))
         total = len(chosen) + len(streams)
         for done, case in enumerate(chosen):
             if watch is not None:
@@ -317,24 +329,42 @@ def parity(
     return matrix
 
 
+def _as_list(backends: Iterable[str | Executor]) -> list[str | Executor]:
+    if isinstance(backends, str):
+        raise TypeError(f"backends must be several, as in [{backends!r}], got a str")
+    found = list(backends)
+    for x in found:
+        if not isinstance(x, (str, Executor)):
+            raise TypeError(f"backends must be names and Executor objects, got {x!r}")
+    return list(dict.fromkeys(found))
+
+
+def _distinct(what: str, names: Sequence[str]) -> None:
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"{what} must have different names, got {', '.join(twice)} twice")
+
+
 def _columns(
-    backends: Iterable[str | Executor] | None,
+    given: Sequence[str | Executor] | None,
 ) -> Iterator[tuple[Column, Callable[[], Executor]]]:
     """Every column there could be, and how to open it."""
-    given = None if backends is None else list(backends)
-    names = [x for x in given or () if isinstance(x, str)]
     for executor in given or ():
         if isinstance(executor, Executor):
             yield Column(f"{executor.name} (given)", executor.name), partial(Hostile, executor)
     installed = registry.names()
-    wanted = installed if given is None else names
-    for name in wanted:
-        if not any(name == x or name.startswith(f"{x}-") for x in installed):
+    wanted: dict[str, list[str]] = {x: [] for x in installed}
+    for name in installed if given is None else [x for x in given if isinstance(x, str)]:
+        # A backend's own name comes before that of a variant of another one.
+        of = [x for x in installed if x == name] or [
+            x for x in installed if name.startswith(f"{x}-")
+        ]
+        if not of:
             raise UnknownBackend(
                 name, [f"no backend of that name is installed (installed: {', '.join(installed)})"]
             )
-    for backend in installed:
-        mine = [x for x in wanted if x == backend or x.startswith(f"{backend}-")]
+        wanted[max(of, key=len)].append(name)
+    for backend, mine in wanted.items():
         if not mine:
             continue
         try:
@@ -352,9 +382,12 @@ def _columns(
                 raise UnknownBackend(
                     name, [f"backend {backend} has no such variant (it has {', '.join(variants)})"]
                 )
+        if not variants:
+            reasons = ("it names no variant",)
+            yield Column(backend, backend), partial(_unavailable, backend, reasons)
         for name, arguments in variants.items():
             if backend in mine or name in mine:
-                yield Column(name, backend), partial(Remote, backend, arguments)
+                yield Column(name, backend), partial(Remote, backend, arguments, name)
 
 
 def _unavailable(backend: str, reasons: Sequence[str]) -> Executor:
@@ -362,10 +395,10 @@ def _unavailable(backend: str, reasons: Sequence[str]) -> Executor:
 
 
 def _note_missing(
-    matrix: Matrix, backends: Iterable[str | Executor] | None, require: Iterable[str]
+    matrix: Matrix, given: Iterable[str | Executor] | None, require: Iterable[str]
 ) -> None:
     """What must run and does not; a backend runs if one of its variants does."""
-    named = [x for x in backends or () if isinstance(x, str)]
+    named = [x for x in given or () if isinstance(x, str)]
     for name in dict.fromkeys((*named, *require)):
         mine = [c for c in matrix.columns if c.name == name]
         mine = mine or [c for c in matrix.columns if c.backend == name]
@@ -384,13 +417,11 @@ def _attempt(work: Callable[[], Report], defect: str = "") -> Cell:
         if defect:
             cell.outcome = "failed"
             cell.message = f"it passes, though a defect is known that must make it fail: {defect}"
-    except BackendUnavailable as fault:
-        cell.outcome, cell.message = "unsupported", "; ".join(fault.reasons)
     except AssertionError as fault:
-        cell.outcome, cell.message = ("known", defect) if defect else ("failed", str(fault))
+        cell.outcome, cell.message = ("known", defect) if defect else ("failed", _clean(fault))
     except Exception as fault:
         # Whatever a backend does, the others still get their turn.
-        cell.outcome, cell.message = "failed", f"{type(fault).__name__}: {fault}"
+        cell.outcome, cell.message = "failed", _clean(f"{type(fault).__name__}: {fault}")
     cell.seconds = time.monotonic() - begun
     return cell
 
@@ -413,12 +444,37 @@ def _run_row(matrix: Matrix, runners: Sequence[_Runner], case: Case, *, thorough
         matrix.report.add(report)
         return report
 
+    geometries = _geometries(case.config, case.rows(), case.prompt)
     for runner in runners:
         defect = KNOWN_DEFECTS.get(runner.name, {}).get(case.name, "")
-        cells[runner.name] = _attempt(partial(work, runner), defect)
+        cells[runner.name] = _beyond(runner, geometries) or _attempt(partial(work, runner), defect)
     for a, b in itertools.combinations(answers, 2):
         same = partial(_same, case, answers[a], answers[b])
         matrix.pairs[case.name, a, b] = _attempt(same)
+
+
+def _geometries(config: Config, rows: Rows, prompt: int) -> list[Geometry]:
+    """Those that a layer goes through: as its prompt leaves it, and sealed."""
+    q, k, v = rows
+    return [
+        config.geometry(
+            groups=k.shape[1],
+            heads_per_group=q.shape[1] // k.shape[1],
+            head_dim=k.shape[2],
+            value_dim=v.shape[2],
+            rows=count,
+        )
+        for count in {prompt, max(prompt, config.seal_rows)}
+    ]
+
+
+def _beyond(runner: _Runner, geometries: Sequence[Geometry]) -> Cell | None:
+    """The cell of what the executor says it cannot run, None if it can."""
+    try:
+        found = {r for g in geometries for r in runner.executor.unsupported(Plan.build(g, 1))}
+    except Exception as fault:
+        return Cell("failed", None, _clean(f"{type(fault).__name__}: {fault}"))
+    return Cell("unsupported", None, _clean("; ".join(sorted(found)))) if found else None
 
 
 def _same(case: Case, a: tuple[Answer, Steps | None], b: tuple[Answer, Steps | None]) -> Report:
@@ -429,14 +485,18 @@ def _same(case: Case, a: tuple[Answer, Steps | None], b: tuple[Answer, Steps | N
 
 
 def _run_stream_row(matrix: Matrix, runners: Sequence[_Runner], seed: int) -> None:
-    stream = random_stream(seed)
-    cells = matrix.rows.setdefault(f"stream-{seed}", {})
+    """A stream on every column by itself, then on pairs of those that it is right on."""
+    stream, row = random_stream(seed), f"stream-{seed}"
+    cells = matrix.rows.setdefault(row, {})
+    geometries = _geometries(stream.config, stream.rows(), stream.prompt)
 
-    def work(i: int) -> Report:
-        others = [x.engine for x in (*runners[i + 1 :], *runners[:i])]
-        report = run_stream(runners[i].engine, stream, others)
+    def work(engine: O1Batch, others: Sequence[O1Batch] = ()) -> Report:
+        report = run_stream(engine, stream, others)
         matrix.report.add(report)
         return report
 
-    for i, runner in enumerate(runners):
-        cells[runner.name] = _attempt(partial(work, i))
+    for runner in runners:
+        cells[runner.name] = _beyond(runner, geometries) or _attempt(partial(work, runner.engine))
+    right = [runner for runner in runners if cells[runner.name].outcome == "passed"]
+    for a, b in itertools.combinations(right, 2):
+        matrix.pairs[row, a.name, b.name] = _attempt(partial(work, a.engine, [b.engine]))

@@ -53,7 +53,7 @@ class Process:
 
     def __init__(self, label: str) -> None:
         self.label = label
-        self._overdue = False
+        self._overdue = self._interrupted = False
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed in close()
         self._lock = threading.Lock()
         self._gone: list[int] = []
@@ -63,7 +63,8 @@ class Process:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            env={**os.environ, "PYTHONPATH": path},
+            # Not what lies in the working directory, which may be anything.
+            env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
         )
 
     def ask(self, verb: str, *arguments: Any) -> Any:
@@ -72,6 +73,9 @@ class Process:
         assert requests is not None
         assert answers is not None
         with self._lock:
+            if self._interrupted:
+                # What is undone on the way out must not take an interrupt's place.
+                raise KeyboardInterrupt
             gone, self._gone = self._gone, []
             watchdog = threading.Timer(self.PATIENCE, self._give_up)
             watchdog.daemon = True
@@ -82,6 +86,10 @@ class Process:
                 done, value = pickle.load(answers)
             except (OSError, EOFError, ValueError, pickle.UnpicklingError) as fault:
                 raise RuntimeError(self._end()) from fault
+            except KeyboardInterrupt:
+                self._interrupted = True
+                self._process.kill()
+                raise
             finally:
                 watchdog.cancel()
         if not done:
@@ -126,15 +134,16 @@ class Process:
 class Remote(Executor):
     """Runs on a backend that another process has opened, with hostile memory (see `Hostile`).
 
-    arguments are those of the backend's `open`. Raises what that raises.
+    arguments are those of the backend's `open`; label is what errors call it. Raises what `open`
+    raises.
     """
 
     name = "remote"
 
-    def __init__(self, backend: str, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, backend: str, arguments: Mapping[str, Any], label: str = "") -> None:
         self.name = backend  # type: ignore[misc]  # of the class in others, for their entry point
         self._stop: tuple[int, dict[str, npt.NDArray[Any]]] | None = None
-        self._process = Process(f"backend {backend}")
+        self._process = Process(f"backend {label or backend}")
         self._ask = self._process.ask
         try:
             self.device, self.detail, self.software = self._ask("open", backend, dict(arguments))
@@ -208,12 +217,13 @@ class Remote(Executor):
 
 def serve() -> None:
     """Answer requests until stdin ends. What the backend prints goes to stderr."""
-    answers = os.fdopen(os.dup(1), "wb")
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     server = _Server()
     while True:
         try:
-            verb, arguments, gone = pickle.load(sys.stdin.buffer)
+            verb, arguments, gone = pickle.load(requests)
         except EOFError:
             break
         try:
@@ -270,7 +280,7 @@ class _Server:
         device = arguments.pop("device", None)
         inner = registry.open_backend(backend, device, arguments)
         self.executor = Hostile(inner)
-        return inner.device, inner.detail, inner.software
+        return str(inner.device), str(inner.detail), bool(inner.software)
 
     def unsupported(self, plan: Plan) -> list[str]:
         return self._inner.unsupported(plan)

@@ -16,15 +16,16 @@ from o1core.engine import Layer, O1Batch
 from o1core.state import LayerState
 from o1core.testing.cases import random_rows
 from o1core.testing.comparison import EXACT, Report, adopt, check_output, check_state
-from o1core.testing.oracle import CONSTANTS, Oracle
+from o1core.testing.oracle import CONSTANTS, Oracle, Rows
 
 __all__ = ["DETOURS", "Detour", "Stream", "random_stream", "run_stream"]
 
 Detour = Literal["none", "fork", "restore", "durable", "save", "move"]
 """What happens before a call.
 
-fork: a fork goes on in the layer's place. restore, durable: other rows come first and are undone
-by a snapshot, on the device or on the host. save: the layer goes through a file. move: its state
+fork: a fork goes on in the layer's place, while the layer and a fork of the fork take other rows.
+restore, durable: other rows come first and are undone by a snapshot, on the device or on the host,
+twice. save: the layer goes through a file. move: its state
 goes on in the next engine.
 """
 
@@ -48,6 +49,19 @@ class Stream:
     value_dim: int = 16
     peak: float = 1.0
     drift: float = 0.0
+
+    def rows(self) -> Rows:
+        """All rows, those of the prompt first."""
+        return random_rows(
+            self.seed,
+            self.prompt + sum(rows for _, rows in self.calls),
+            groups=self.groups,
+            heads_per_group=self.heads_per_group,
+            head_dim=self.head_dim,
+            value_dim=self.value_dim,
+            peak=self.peak,
+            drift=self.drift,
+        )
 
 
 def random_stream(seed: int) -> Stream:
@@ -88,17 +102,7 @@ def run_stream(engine: O1Batch, stream: Stream, others: Sequence[O1Batch] = ()) 
     AssertionError unless every row is within its bound and the state right at the end and after
     each move; otherwise how close the worst row came.
     """
-    total = sum(rows for _, rows in stream.calls)
-    q, k, v = random_rows(
-        stream.seed,
-        stream.prompt + total,
-        groups=stream.groups,
-        heads_per_group=stream.heads_per_group,
-        head_dim=stream.head_dim,
-        value_dim=stream.value_dim,
-        peak=stream.peak,
-        drift=stream.drift,
-    )
+    q, k, v = stream.rows()
     prompt = slice(stream.prompt)
     layer = engine.seal(q[prompt], k[prompt], v[prompt], stream.config)
     oracle = Oracle(stream.config, (q[prompt], k[prompt], v[prompt]))
@@ -125,21 +129,21 @@ def run_stream(engine: O1Batch, stream: Stream, others: Sequence[O1Batch] = ()) 
 
 
 def _detour(engine: O1Batch, layer: Layer, detour: Detour) -> Layer:
+    g = layer.geometry
+    groups = g.groups // (layer.batch or 1)
+    sizes = {"groups": groups, "heads_per_group": g.heads_per_group, "head_dim": g.head_dim}
+    others = [random_rows(i, 5, value_dim=g.value_dim, **sizes) for i in (0, 1)]
     if detour == "fork":
-        return layer.fork()
+        # Both go on: what one does must not show in the other.
+        fork = layer.fork()
+        layer.extend(*others[0])
+        fork.fork().extend(*others[1])
+        return fork
     if detour in ("restore", "durable"):
         snapshot = layer.snapshot(durable=detour == "durable")
-        g = layer.geometry
-        rows = random_rows(
-            0,
-            5,
-            groups=g.groups,
-            heads_per_group=g.heads_per_group,
-            head_dim=g.head_dim,
-            value_dim=g.value_dim,
-        )
-        layer.extend(*rows)
-        layer.restore(snapshot)
+        for rows in others:
+            layer.extend(*rows)
+            layer.restore(snapshot)
     elif detour == "save":
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "layer.safetensors"
