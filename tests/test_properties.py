@@ -96,6 +96,14 @@ def test_a_move_that_loses_something_is_caught(
                 run_stream(engine, stream, [other])
 
 
+def test_numerators_that_cancel(engine: o1core.O1Batch) -> None:
+    """Queries of 0: a numerator is a plain sum of 230 values, and here nearly 0."""
+    config = o1core.Config(4, 1, 2, windows=(7, 1))
+    sizes = {"groups": 2, "heads_per_group": 1, "head_dim": 3, "value_dim": 1, "peak": 0.0}
+    calls: Any = (("none", 130), ("move", 52))
+    run_stream(engine, Stream(config, 5426, 101, calls, **sizes))  # type: ignore[arg-type]
+
+
 def test_ill_conditioned_mix(engine: o1core.O1Batch) -> None:
     """Landmark logits from -17 to 14: the inverse of the Gram matrix is too inaccurate for them.
 
