@@ -14,7 +14,7 @@ from o1core.executor import Buffers, DeviceRows, Executor
 from o1core.layout import GroupMeta, Meta
 from o1core.plan import Plan
 
-__all__ = ["Around", "Hostile", "unused_slots"]
+__all__ = ["Around", "Hostile", "cleared", "unused_slots"]
 
 
 class Around(Executor):
@@ -142,6 +142,14 @@ class Hostile(Around):
         if not np.isnan(around).all():
             raise AssertionError(f"backend {self.name} wrote outside of out")
         out[...] = inside
+
+
+def cleared(buffers: Buffers, meta: npt.NDArray[Any]) -> dict[str, npt.NDArray[Any]]:
+    """Buffers of a state with 0 in the slots that hold no key by meta, which may be a later one."""
+    rings = {name: np.array(buffers[name]) for name in ("ring_k", "ring_v")}
+    for ring in rings.values():
+        ring[unused_slots(meta, ring.shape[1])] = 0
+    return {**buffers, **rings}
 
 
 def unused_slots(meta: npt.NDArray[Any], ring: int) -> npt.NDArray[np.bool_]:

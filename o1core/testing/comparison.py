@@ -28,6 +28,8 @@ Arrays = Mapping[str, npt.NDArray[Any]]
 STATE_TOLERANCE = 1e-4
 EXACT = ("meta", "ring_k", "ring_v", "sink_k", "sink_v", "prompt_q")
 """What an executor only moves, so that every bit must be right."""
+UNTOUCHED = (*EXACT, *CONSTANTS)
+"""And what sealing has settled, once that is known to be right."""
 
 
 @dataclass

@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from o1core.config import Geometry
 from o1core.executor import Executor
 from o1core.layout import as_meta
 from o1core.plan import MAX_SUB_CHUNK, Plan
-from o1core.testing.around import unused_slots
+from o1core.testing.around import cleared
 from o1core.testing.cases import Case
 from o1core.testing.comparison import check_arrays, check_output
 from o1core.testing.oracle import Rows
@@ -43,18 +42,18 @@ def check_handles(executor: Executor, case: Case) -> None:
     plan = Plan.build(g, rows)
     handle = executor.allocate(g)
     executor.write(handle, state.buffers())
-    before = _held(executor, handle, g)
+    before = _held(executor, handle)
     twin = executor.copy(handle, g)
     checkpoint = executor.checkpoint(handle, [plan])
     out = _run(executor, plan, handle, first)
-    after = _held(executor, handle, g)
-    _same(_held(executor, twin, g), before, "a copy, once its original has moved on")
+    after = _held(executor, handle)
+    _same(_held(executor, twin), before, "a copy, once its original has moved on")
     executor.rollback(handle, checkpoint)
-    _same(_held(executor, handle, g), before, "a layer whose call was undone")
+    _same(_held(executor, handle), before, "a layer whose call was undone")
     for name, one in (("a call that is repeated", handle), ("the call on a copy", twin)):
         if _run(executor, plan, one, first).tobytes() != out.tobytes():
             raise AssertionError(f"{name} must give the same bytes")
-        _same(_held(executor, one, g), after, f"the state after {name}")
+        _same(_held(executor, one), after, f"the state after {name}")
     _check_many_far_keys(executor, plan, state.buffers(), first, out)
     # Of another layer, which differs in all that sealing settled.
     stranger = executor.allocate(g)
@@ -103,13 +102,10 @@ def _run(executor: Executor, plan: Plan, handle: Any, rows: Rows) -> npt.NDArray
     return out
 
 
-def _held(executor: Executor, handle: Any, g: Geometry) -> Buffers:
+def _held(executor: Executor, handle: Any) -> Buffers:
     """The state of a handle, without what lies in slots that hold no key."""
-    buffers = dict(executor.read(handle))
-    for name in ("ring_k", "ring_v"):
-        buffers[name] = np.array(buffers[name])
-        buffers[name][unused_slots(buffers["meta"], g.ring)] = 0
-    return buffers
+    buffers = executor.read(handle)
+    return cleared(buffers, buffers["meta"])
 
 
 def _same(found: Buffers, wanted: Buffers, what: str) -> None:

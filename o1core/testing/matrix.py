@@ -26,7 +26,7 @@ from o1core.testing.cases import Case, cases
 from o1core.testing.comparison import Report
 from o1core.testing.handles import check_handles
 from o1core.testing.known import KNOWN_DEFECTS
-from o1core.testing.oracle import Rows
+from o1core.testing.oracle import Rows, geometry_of
 from o1core.testing.remote import Process, Remote
 from o1core.testing.run import Answer, answer, check, check_same
 from o1core.testing.steps import Steps, check_same_steps, check_steps
@@ -455,17 +455,8 @@ def _run_row(matrix: Matrix, runners: Sequence[_Runner], case: Case, *, thorough
 
 def _geometries(config: Config, rows: Rows, prompt: int) -> list[Geometry]:
     """Those that a layer goes through: as its prompt leaves it, and sealed."""
-    q, k, v = rows
-    return [
-        config.geometry(
-            groups=k.shape[1],
-            heads_per_group=q.shape[1] // k.shape[1],
-            head_dim=k.shape[2],
-            value_dim=v.shape[2],
-            rows=count,
-        )
-        for count in {prompt, max(prompt, config.seal_rows)}
-    ]
+    counts = {prompt, max(prompt, config.seal_rows)}
+    return [geometry_of(config, rows, count) for count in counts]
 
 
 def _beyond(runner: _Runner, geometries: Sequence[Geometry]) -> Cell | None:

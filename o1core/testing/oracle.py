@@ -5,7 +5,7 @@ It has no ring and no recursion, so it cannot share a fault with a kernel.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from o1core.checks import F32
 from o1core.config import Config, Geometry
 from o1core.layout import GroupMeta
 
-__all__ = ["CONSTANTS", "Expected", "Oracle", "Rows"]
+__all__ = ["CONSTANTS", "Expected", "Oracle", "Rows", "geometry_of"]
 
 F64 = npt.NDArray[np.float64]
 Rows = tuple[F32, F32, F32]
@@ -43,6 +43,18 @@ class Expected:
     other: F64
     other_bound: F64
     ambiguous: npt.NDArray[np.bool_]
+
+
+def geometry_of(config: Config, rows: Sequence[npt.NDArray[Any]], count: int) -> Geometry:
+    """The sizes of a layer that has seen `count` rows of this q, k and v."""
+    q, k, v = rows
+    return config.geometry(
+        groups=k.shape[1],
+        heads_per_group=q.shape[1] // k.shape[1],
+        head_dim=k.shape[2],
+        value_dim=v.shape[2],
+        rows=count,
+    )
 
 
 class Oracle:
@@ -78,13 +90,8 @@ class Oracle:
 
     @property
     def geometry(self) -> Geometry:
-        return self.config.geometry(
-            groups=self.k.shape[1],
-            heads_per_group=self.q.shape[1] // self.k.shape[1],
-            head_dim=self.k.shape[2],
-            value_dim=self.v.shape[2],
-            rows=min(self.sealed_rows, len(self.k)),
-        )
+        count = min(self.sealed_rows, len(self.k))
+        return geometry_of(self.config, (self.q, self.k, self.v), count)
 
     def fixed(self) -> dict[str, F64]:
         """Landmarks and mix, from the definition, as float64 of their float32 values."""
