@@ -26,7 +26,7 @@ import o1core
 from o1core.capture import Capture, CaptureError, load
 from o1core.config import Config, Geometry
 from o1core.errors import BackendFallbackWarning, BackendUnavailable
-from o1core.plan import MAX_SUB_CHUNK, Plan
+from o1core.plan import MAX_SCRATCH, MAX_SUB_CHUNK, STRATEGIES, Plan
 from o1core.report import Progress, ScaleFrom, Schedule, measure, render, wrap
 from o1core.testing.matrix import Watch, parity
 
@@ -196,6 +196,19 @@ def _add_plan(commands: Commands[_Parser]) -> None:
         metavar="N[,N...]",
         help="keys of the exact window, for all groups or one a group (default: 128)",
     )
+    parser.add_argument(
+        "--strategy",
+        choices=STRATEGIES,
+        default=STRATEGIES[0],
+        help="sub-chunk after sub-chunk, or the whole call at once (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--scratch",
+        type=int,
+        default=MAX_SCRATCH,
+        metavar="BYTES",
+        help="what scratch may take in a whole call (default: %(default)s)",
+    )
     _add_rectifier(parser)
 
 
@@ -321,6 +334,11 @@ def _add_layer(parser: _Parser) -> None:
         "--device", metavar="NAME", help="which device of the backend, by name or index"
     )
     engine.add_argument(
+        "--strategy",
+        choices=STRATEGIES,
+        help="of a backend that is named and has both (default: what it takes by itself)",
+    )
+    engine.add_argument(
         "--no-fallback",
         action="store_true",
         help="fail if the backend is not usable, instead of going on with numpy",
@@ -372,7 +390,13 @@ def _plan(args: argparse.Namespace) -> int:
             landmarks=args.landmarks,
             rectifier=args.rectifier,
         )
-        plan = Plan.build(geometry, args.rows, sub_chunk=args.sub_chunk)
+        plan = Plan.build(
+            geometry,
+            args.rows,
+            strategy=args.strategy,
+            sub_chunk=args.sub_chunk,
+            scratch=args.scratch,
+        )
     _say(plan.to_json() if args.json else str(plan))
     return 0
 
@@ -481,8 +505,12 @@ def _engine(args: argparse.Namespace) -> Iterator[o1core.O1Batch]:
     if device is not None and device.isdecimal():
         device = int(device)
     with _input_errors():
+        options = {} if args.strategy is None else {"strategy": args.strategy}
         engine = o1core.O1Batch(
-            args.backend, fallback=None if args.no_fallback else "numpy", device=device
+            args.backend,
+            fallback=None if args.no_fallback else "numpy",
+            device=device,
+            **options,
         )
     with engine:
         yield engine

@@ -159,7 +159,7 @@ class O1Batch:
         geometries = {state.geometry}
         if state.exact_only:
             geometries.add(_sealed_geometry(state.config, state.geometry, state.batch))
-        reasons = sorted({r for g in geometries for r in executor.unsupported(Plan.build(g, 1))})
+        reasons = sorted({r for g in geometries for r in executor.unsupported(executor.plan(g, 1))})
         if not reasons:
             return executor
         unavailable = BackendUnavailable(executor.name, reasons)
@@ -363,7 +363,8 @@ class Layer:
             if before.prompt_q is not None:
                 folded = _fold(rows.to_host(), self._batch, check_finite)
                 return rows.from_host(self._advance(*folded, check_finite))
-            plan = Plan.build(before.geometry, rows.shapes["q"][0 if self._batch is None else 1])
+            count = rows.shapes["q"][0 if self._batch is None else 1]
+            plan = self._executor.plan(before.geometry, count)
             self._require_supported(plan)
             want = plan.meta_after(before.meta)
             checkpoint = self._executor.checkpoint(before.handle, [plan])
@@ -409,10 +410,10 @@ class Layer:
         first = rows
         if before.prompt_q is not None:
             first = min(rows, self._config.seal_rows - before.rows_seen)
-        plans = [Plan.build(before.geometry, first)]
+        plans = [self._executor.plan(before.geometry, first)]
         if first < rows:
             sealed = _sealed_geometry(self._config, before.geometry, self._batch)
-            plans.append(Plan.build(sealed, rows - first))
+            plans.append(self._executor.plan(sealed, rows - first))
         for plan in plans:
             self._require_supported(plan)
         out = np.empty((rows, before.geometry.heads, before.geometry.value_dim), np.float32)
@@ -493,7 +494,7 @@ class Layer:
                     f"(it has seen {at.rows_seen}): extend it with arrays until then"
                 )
             self._executor.check_encode(at.geometry, rows, encoder, q, k, v, out)
-            plan = Plan.build(at.geometry, rows)
+            plan = self._executor.plan(at.geometry, rows)
             self._require_supported(plan)
             meta = plan.meta_after(at.meta)
             self._executor.encode(plan, at.handle, encoder, q, k, v, out)
@@ -558,7 +559,7 @@ class Layer:
             self._engine._require_open()
             if snapshot.state is not None:
                 # The device may be another one by now.
-                self._require_supported(Plan.build(snapshot.state.geometry, 1))
+                self._require_supported(self._executor.plan(snapshot.state.geometry, 1))
                 self._at = _place(self._executor, snapshot.state)
             else:
                 at = snapshot._standing

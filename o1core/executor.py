@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from o1core.checks import F32
 from o1core.config import Geometry
-from o1core.layout import Meta, as_meta
-from o1core.plan import Plan
+from o1core.layout import Meta, Strategy, as_meta
+from o1core.plan import MAX_SCRATCH, MAX_SLAB, Plan
 
 __all__ = ["DeviceRows", "Executor"]
 
@@ -75,14 +75,27 @@ class Executor(ABC):
     detail: str = ""
     """What else decides about its results, for `engine.reason`: which kernels it runs."""
 
+    strategies: Sequence[Strategy] = ("sub-chunk",)
+    """The strategies of plans that it runs, the one it takes by itself first."""
+
+    strategy: Strategy = "sub-chunk"
+    """That of the plans it is given; one of `strategies`."""
+
+    max_scratch: int = MAX_SCRATCH
+    """Bytes of scratch that a plan of the strategy "whole-call" may take here."""
+
+    max_slab: int = MAX_SLAB
+    """Rows that it computes together at most, likewise."""
+
     @classmethod
     @abstractmethod
     def open(cls, device: Any = None) -> Self:
         """An executor on the given device, `None` for the best one.
 
         A backend with options of its own takes them as further keyword arguments, which `O1Batch`
-        passes on. Raises `BackendUnavailable` with every reason and its fix when this machine has
-        no such device, TypeError or ValueError for arguments that are wrong.
+        passes on; one that runs several strategies has `strategy` among them. Raises
+        `BackendUnavailable` with every reason and its fix when this machine has no such device,
+        TypeError or ValueError for arguments that are wrong.
         """
 
     @classmethod
@@ -113,6 +126,27 @@ class Executor(ABC):
         """
         return {cls.name: {}}
 
+    def use_strategy(self, strategy: str | None) -> None:
+        """Take one of `strategies`, the first for None; ValueError for any other."""
+        for known in self.strategies:
+            if strategy in (known, None):
+                self.strategy = known
+                return
+        raise ValueError(
+            f"strategy must be {' or '.join(map(repr, self.strategies))} ({self.name}"
+            f"{f', {self.detail}' if self.detail else ''}), got {strategy!r}"
+        )
+
+    def plan(self, geometry: Geometry, rows: int) -> Plan:
+        """The plan of a call as this executor runs it."""
+        return Plan.build(
+            geometry,
+            rows,
+            strategy=self.strategy,
+            scratch=self.max_scratch,
+            slab=self.max_slab,
+        )
+
     @abstractmethod
     def unsupported(self, plan: Plan) -> list[str]:
         """All reasons why this plan cannot run here; empty means it can."""
@@ -142,10 +176,10 @@ class Executor(ABC):
     ) -> Iterator[tuple[str, ...]] | None:
         """Run as `run` does, but stop between kernels, so that each can be checked by itself.
 
-        For plans of one sub-chunk. Yields the names of the kernels that have run since the last
-        stop; in all each kernel of the plan comes once, in whatever order. At a stop `read` gives
-        the state and `out` holds the output as these kernels left them: what they write by the plan
-        is there, everything else is what it was. None where kernels cannot be run apart.
+        For plans of one slab. Yields the names of the kernels that have run since the last stop; in
+        all each kernel of the plan comes once, in whatever order. At a stop `read` gives the state
+        and `out` holds the output as these kernels left them: what they write by the plan is there,
+        everything else is what it was. None where kernels cannot be run apart.
         """
         del plan, handle, q, k, v, out
         return None

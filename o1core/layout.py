@@ -17,22 +17,30 @@ __all__ = [
     "Kernel",
     "Meta",
     "Role",
+    "Strategy",
     "as_meta",
     "buffers",
     "kernels",
+    "scratch_parts",
     "state_buffers",
 ]
 
 Role = Literal["state", "sealed", "input", "scratch", "output"]
 """state: written by the kernels; sealed: written once, when the layer is sealed or loaded."""
 
+Strategy = Literal["sub-chunk", "whole-call"]
+"""Sub-chunk after sub-chunk, or all of them together (docs/operator.md section 5)."""
+
+MAX_SUB_CHUNK = 64
+"""Rows a sub-chunk may have; kernels are made for it (docs/operator.md section 5)."""
+
 
 @dataclass(frozen=True)
 class Buffer:
     """One row of the buffer table (docs/operator.md section 6).
 
-    shape is in elements; `None` for scratch, whose size belongs to the kernel set. binding is the
-    slot of the WGSL interface.
+    shape is in elements; that of scratch is `None` where its size belongs to the kernel set, and
+    else what a kernel set may use at most. binding is the slot of the WGSL interface.
     """
 
     name: str
@@ -57,7 +65,7 @@ class Kernel:
     """A kernel of the plan: its name, the extents of its grid, the buffers it reads and writes."""
 
     name: str
-    extents: tuple[Literal["rows", "groups", "heads", "landmarks"], ...]
+    extents: tuple[Literal["rows", "groups", "heads", "landmarks", "sub_chunks"], ...]
     reads: tuple[str, ...]
     writes: tuple[str, ...]
 
@@ -97,29 +105,48 @@ def state_buffers(g: Geometry) -> tuple[Buffer, ...]:
     )
 
 
-def buffers(g: Geometry, rows: int) -> tuple[Buffer, ...]:
-    """The whole table for a call of `rows` rows."""
+def buffers(g: Geometry, rows: int, scratch: int | None = None) -> tuple[Buffer, ...]:
+    """The whole table for a call of `rows` rows; scratch in elements, if it is known."""
     return (
         *state_buffers(g),
         Buffer("q", 10, (rows, g.heads, g.head_dim), "float32", "input"),
         Buffer("k", 11, (rows, g.groups, g.head_dim), "float32", "input"),
         Buffer("v", 12, (rows, g.groups, g.value_dim), "float32", "input"),
-        Buffer("scratch", 13, None, "float32", "scratch"),
+        Buffer("scratch", 13, None if scratch is None else (scratch,), "float32", "scratch"),
         Buffer("out", 14, (rows, g.heads, g.value_dim), "float32", "output"),
     )
 
 
-def kernels(g: Geometry) -> tuple[Kernel, ...]:
-    """The kernels of one sub-chunk, in order.
+def scratch_parts(g: Geometry, rows: int) -> dict[str, tuple[int, ...]]:
+    """What the kernels of a whole call tell each other, for `rows` rows: name -> shape.
 
-    The order is part of the contract: attend reads the far numerator from before the sub-chunk,
-    and far_commit reads ring rows that ring_commit overwrites.
+    Tiles are made of 64 queries, which are rows of one head, or of several of a group where there
+    are less than 64 rows; columns count in fours.
+    """
+    sub_chunks = -(-rows // MAX_SUB_CHUNK)
+    queries = g.heads_per_group * (rows if rows < MAX_SUB_CHUNK else MAX_SUB_CHUNK * sub_chunks)
+    tiles = -(-queries // MAX_SUB_CHUNK)
+    columns = -(-g.sinks // 4) * 4 + g.ring + MAX_SUB_CHUNK + 4 + g.landmarks
+    return {
+        **g.far.scratch_parts(g, sub_chunks),
+        "weights": (g.groups, tiles, columns, MAX_SUB_CHUNK),
+    }
+
+
+def kernels(g: Geometry, strategy: Strategy) -> tuple[Kernel, ...]:
+    """The kernels of one sub-chunk, or of a whole call, in order.
+
+    The order is part of the contract. Sub-chunk by sub-chunk, attend reads the far numerator from
+    before the sub-chunk, and far_commit reads ring rows that ring_commit overwrites; in a whole
+    call, attend reads what far_commit left in scratch for each sub-chunk.
     """
     near = ("meta", "ring_k", "ring_v", "sink_k", "sink_v", "q", "k", "v")
+    before, after = g.far.around_attend[strategy]
+    writes = ("out",) if strategy == "sub-chunk" else ("scratch", "out")
     return (
-        *g.far.before_attend,
-        Kernel("attend", ("heads", "rows"), (*near, *g.far.attend_reads), ("out",)),
-        *g.far.after_attend,
+        *before,
+        Kernel("attend", ("heads", "rows"), (*near, *g.far.attend_reads[strategy]), writes),
+        *after,
         Kernel("ring_commit", ("groups", "rows"), ("meta", "k", "v"), ("ring_k", "ring_v")),
         Kernel("meta", ("groups",), ("meta",), ("meta",)),
     )

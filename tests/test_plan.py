@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import pickle
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ import pytest
 from support import small_layer
 
 import o1core
-from o1core import Geometry, GroupMeta, Plan
+from o1core import Geometry, GroupMeta, Plan, SubChunk
+from o1core.layout import Strategy
+from o1core.plan import MAX_SLAB, STRATEGIES
 
-GOLDEN_TEXT = Path(__file__).parent / "data" / "plan.txt"
+DATA = Path(__file__).parent / "data"
 PRODUCTION = Geometry.of(2, 6, 256, window=(128, 512))
 
 
@@ -99,18 +102,84 @@ def test_the_table_is_the_interface_of_the_kernels() -> None:
     assert not written & {b.name for b in plan.buffers if b.role in ("sealed", "input")}
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("rows", [0, 3, 70, 200])
 @pytest.mark.parametrize("landmarks", [0, 32])
-def test_json_round_trip(rows: int, landmarks: int) -> None:
-    plan = Plan.build(dataclasses.replace(PRODUCTION, landmarks=landmarks), rows)
+def test_json_round_trip(rows: int, landmarks: int, strategy: Strategy) -> None:
+    geometry = dataclasses.replace(PRODUCTION, landmarks=landmarks)
+    plan = Plan.build(geometry, rows, strategy=strategy, scratch=2**22)
     assert Plan.from_json(plan.to_json()) == plan
     assert pickle.loads(pickle.dumps(plan)) == plan
-    assert json.loads(plan.to_json())["version"] == 1
+    assert json.loads(plan.to_json())["version"] == 2
 
 
-def broken(change: dict[str, Any]) -> str:
-    data = json.loads(Plan.build(PRODUCTION, 70).to_json())
+# The whole call ---------------------------------------------------------------------------------
+
+
+def bytes_of_scratch(plan: Plan) -> int:
+    (nbytes,) = (b.nbytes for b in plan.buffers if b.name == "scratch")
+    assert nbytes == 4 * sum(math.prod(shape) for shape in plan.scratch_parts.values())
+    return nbytes
+
+
+def test_a_whole_call_is_a_handful_of_dispatches() -> None:
+    """However many rows; windows do not bound its sub-chunks."""
+    for geometry in (PRODUCTION, Geometry.of(2, 6, 256, window=(128, 7))):
+        plan = Plan.build(geometry, 4000, strategy="whole-call")
+        assert [c.rows for c in plan.sub_chunks] == [64] * 62 + [32]
+        assert plan.slabs == ((0, 4000),)
+        kernels = ["far_e", "far_sums", "far_commit", "attend", "ring_commit", "meta"]
+        assert [d.kernel for d in plan.dispatches] == kernels
+        assert {(d.first_row, d.rows) for d in plan.dispatches} == {(0, 4000)}
+        assert dict(plan.dispatches[1].grid) == {"heads": 12, "landmarks": 32, "sub_chunks": 63}
+        # Each kernel reads what those before it left in scratch.
+        assert all("scratch" in d.writes for d in plan.dispatches[:4])
+        assert all("scratch" in d.reads for d in plan.dispatches[1:4])
+    bare = Plan.build(Geometry.of(2, 6, 256, landmarks=0), 4000, strategy="whole-call")
+    assert [d.kernel for d in bare.dispatches] == ["attend", "ring_commit", "meta"]
+
+
+@pytest.mark.parametrize("rows", [64, 4096, 10**5, 10**6])
+@pytest.mark.parametrize("scratch", [2**24, 2**26, 2**28])
+def test_scratch_of_a_whole_call_is_bounded(rows: int, scratch: int) -> None:
+    plan = Plan.build(PRODUCTION, rows, strategy="whole-call", scratch=scratch)
+    assert bytes_of_scratch(plan) <= scratch
+    assert all(slab.rows % 64 == 0 for slab in plan.slabs[:-1])
+    assert sum(slab.rows for slab in plan.slabs) == rows
+    if len(plan.slabs) > 1:
+        # One sub-chunk more would not fit, or be more than a slab is given.
+        more = Plan.build(PRODUCTION, plan.slabs[0].rows + 64, strategy="whole-call", scratch=2**40)
+        assert bytes_of_scratch(more) > scratch or plan.slabs[0].rows == MAX_SLAB
+
+
+def test_scratch_too_small_for_a_sub_chunk() -> None:
+    large = Geometry.of(64, 8, 256, window=4096)
+    plan = Plan.build(large, 20, strategy="whole-call", scratch=2**27)
+    assert plan.slabs == ((0, 8), (8, 8), (16, 4))
+    assert plan.sub_chunks == tuple(map(SubChunk._make, plan.slabs))
+    assert bytes_of_scratch(plan) <= 2**27
+    assert {s.rows for s in Plan.build(large, 3, strategy="whole-call", scratch=1).slabs} == {1}
+
+
+def test_slabs_of_less_rows() -> None:
+    plan = Plan.build(PRODUCTION, 500, strategy="whole-call", slab=200)
+    assert [slab.rows for slab in plan.slabs] == [192, 192, 116]
+    assert [s.first_row for s in plan.sub_chunks] == list(range(0, 500, 64))
+
+
+def test_slabs_of_sub_chunks() -> None:
+    plan = Plan.build(PRODUCTION, 150)
+    assert plan.sub_chunks == tuple(map(SubChunk._make, plan.slabs))
+    assert plan.scratch_parts == {}
+
+
+def broken(change: dict[str, Any], **options: Any) -> str:
+    data = json.loads(Plan.build(PRODUCTION, 70, **options).to_json())
     return json.dumps({**data, **change})
+
+
+def broken_whole(change: dict[str, Any]) -> str:
+    return broken(change, strategy="whole-call")
 
 
 @pytest.mark.parametrize(
@@ -119,10 +188,17 @@ def broken(change: dict[str, Any]) -> str:
         ("{", "text must be JSON"),
         ("[]", "text must be an o1core-plan document"),
         (broken({"format": "other"}), "text must be an o1core-plan document"),
-        (broken({"version": 2}), "plan version must be 1, got 2"),
+        (broken({"version": 1}), "plan version must be 2, got 1"),
+        (broken({"strategy": "none"}), "plan strategy must be one of .*, got 'none'"),
+        (broken({"strategy": "whole-call"}), "plan buffers must be the table"),
+        (broken({"slabs": [[0, 70]]}), "plan slabs must be its sub-chunks with strategy"),
+        (broken_whole({"slabs": [[0, 69]]}), "plan slabs must cover 70 rows, got 69"),
+        (broken_whole({"slabs": [[0, 60], [60, 10]]}), "plan slabs must begin where sub-chunks do"),
+        (broken_whole({"sub_chunks": [[0, 65], [65, 5]]}), "1 to 64 at a time"),
+        (broken_whole({"strategy": "sub-chunk"}), "plan slabs must be its sub-chunks"),
         (broken({"geometry": {}}), "plan document is malformed"),
         (broken({"rows": -1}), "rows must be between 0 and"),
-        (broken({"rows": 71}), "plan buffers must be the table of its geometry and rows"),
+        (broken({"rows": 71}), "plan sub-chunks must cover 71 rows, got 70"),
         (broken({"sub_chunks": [[0, 64]]}), "plan sub-chunks must cover 70 rows, got 64"),
         (broken({"sub_chunks": [[0, 6], [7, 63]]}), "plan sub-chunks must cover the rows in order"),
         (broken({"sub_chunks": [[0, 70]]}), "1 to 64 at a time"),
@@ -149,6 +225,23 @@ def test_build_refuses(arguments: Any, kind: type[Exception], message: str) -> N
         Plan.build(*arguments)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"strategy": "slabs"}, "strategy must be 'sub-chunk' or 'whole-call', got 'slabs'"),
+        (
+            {"strategy": "whole-call", "sub_chunk": 32},
+            "sub_chunk must be 64 with strategy 'whole-call', got 32",
+        ),
+        ({"scratch": 0}, "scratch must be >= 1, got 0"),
+        ({"slab": 0}, "slab must be >= 1, got 0"),
+    ],
+)
+def test_build_refuses_options(options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Plan.build(PRODUCTION, 1, **options)
+
+
 def test_prediction() -> None:
     plan = Plan.build(PRODUCTION, 200)
     meta = (GroupMeta(128, 40, 40), GroupMeta(400, 0, 0))
@@ -169,6 +262,11 @@ def test_executors_do_as_predicted(engine: o1core.O1Batch, rows: int) -> None:
     assert layer.state().groups_meta == want
 
 
-def test_text() -> None:
+@pytest.mark.parametrize(
+    ("strategy", "rows", "golden"),
+    [("sub-chunk", 200, "plan"), ("whole-call", 20000, "plan_whole")],
+)
+def test_text(strategy: Strategy, rows: int, golden: str) -> None:
     """The printed plan, character for character: a change of the sequence shows here first."""
-    assert str(Plan.build(PRODUCTION, 200)) + "\n" == GOLDEN_TEXT.read_text()
+    text = str(Plan.build(PRODUCTION, rows, strategy=strategy)) + "\n"
+    assert text == (DATA / f"{golden}.txt").read_text()

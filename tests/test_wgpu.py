@@ -357,11 +357,11 @@ def test_limits_too_small(limit: str, have: int) -> None:
 @pytest.mark.parametrize(
     ("backend", "options", "message"),
     [
-        ("wgpu", {"nonsense": 1}, r"backend wgpu has no option 'nonsense' \(it has wgsl\)"),
+        ("wgpu", {"nonsense": 1}, r"backend wgpu has no option 'nonsense' \(it has wgsl, strat"),
         ("wgpu", {"wgsl": 7}, "wgsl must be 'own', 'original' or a path, got int"),
         ("wgpu", {"wgsl": False}, "wgsl must be 'own', 'original' or a path, got bool"),
         ("auto", {"wgsl": "x"}, "wgsl must come with the name of the backend that has it"),
-        ("numpy", {"wgsl": "x"}, r"backend numpy has no option 'wgsl' \(it has none\)"),
+        ("numpy", {"wgsl": "x"}, r"backend numpy has no option 'wgsl' \(it has strategy\)"),
     ],
 )
 def test_wrong_options(backend: str, options: dict[str, Any], message: str) -> None:
@@ -1486,8 +1486,8 @@ def test_many_row_counts(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_call_of_more_uniforms_than_slots(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     """A large layer is computed in slabs of few rows, with a uniform each."""
     monkeypatch.setattr(workspace, "UNIFORM_SLOTS", 2)
-    monkeypatch.setattr(executor, "SCRATCH_BUDGET", 2**15)
     engine = o1core.O1Batch("wgpu", device=host.device, fallback=None)
+    engine._executor.max_scratch = 2**15
     layer, rows = small_layer(engine)
     out = layer.extend(*rows)
     work = engine._executor._work  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ from support import SUBSET
 pytest.importorskip("wgpu")
 
 from o1core import Config, O1Batch, Plan
-from o1core.plan import SubChunk
+from o1core.plan import Slab
 from o1core.testing import Case, cases, check_backend, random_rows, run_case
 from o1core_wgpu import WgpuExecutor, executor
 from o1core_wgpu.device import Gpu
@@ -78,28 +78,29 @@ class Watched(OwnKernels):
 
     most = 0
 
-    def launches(self, plan: Plan, chunks: Sequence[SubChunk], budget: int) -> list[Launch]:
-        launches = super().launches(plan, chunks, budget)
+    def launches(self, plan: Plan, slabs: Sequence[Slab]) -> list[Launch]:
+        launches = super().launches(plan, slabs)
         self.most = max(self.most, *(struct.unpack("<12I", x.uniform)[7] for x in launches))
         return launches
 
 
-@pytest.mark.parametrize(("budget", "rows"), [(0, 1), (30_000, 8), (100_000, 16), (250_000, 64)])
+@pytest.mark.parametrize(("budget", "rows"), [(1, 1), (110_000, 32), (250_000, 64), (400_000, 100)])
 def test_slabs(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, budget: int, rows: int) -> None:
     """Scratch too small for a call, and calls of several submissions."""
-    monkeypatch.setattr(executor, "SUB_CHUNKS", 3)
-    monkeypatch.setattr(executor, "SCRATCH_BUDGET", budget)
+    monkeypatch.setattr(executor, "SUBMITTED_ROWS", 3 * rows)
     kernels = Watched()
-    check_backend(WgpuExecutor(gpu, kernels), named("plain"))
+    slabs = WgpuExecutor(gpu, kernels)
+    slabs.max_scratch = budget
+    check_backend(slabs, named("plain"))
     assert kernels.most == rows
     names = ("no-landmarks", "half-full", "mixed-windows", "massive-100-at-40")
-    check_backend(WgpuExecutor(gpu, kernels), named(*names))
+    check_backend(slabs, named(*names))
 
 
 def test_submissions_of_the_original(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch, original_wgsl: str
 ) -> None:
-    monkeypatch.setattr(executor, "SUB_CHUNKS", 2)
+    monkeypatch.setattr(executor, "SUBMITTED_ROWS", 128)
     given = GivenKernels(load(original_wgsl))
     check_backend(WgpuExecutor(gpu, given), named("plain", "mixed-windows"))
 
@@ -237,12 +238,9 @@ class Faulty(OwnKernels):
         self.text = faulty_text()
         self.interface = parse(self.text)
 
-    def launches(self, plan: Plan, chunks: Sequence[SubChunk], budget: int) -> list[Launch]:
+    def launches(self, plan: Plan, slabs: Sequence[Slab]) -> list[Launch]:
         word = struct.pack("<I", self.number)
-        return [
-            x._replace(uniform=x.uniform[:-4] + word)
-            for x in super().launches(plan, chunks, budget)
-        ]
+        return [x._replace(uniform=x.uniform[:-4] + word) for x in super().launches(plan, slabs)]
 
 
 class Ordered(OwnKernels):
@@ -252,10 +250,10 @@ class Ordered(OwnKernels):
         super().__init__()
         self.order = order
 
-    def launches(self, plan: Plan, chunks: Sequence[SubChunk], budget: int) -> list[Launch]:
+    def launches(self, plan: Plan, slabs: Sequence[Slab]) -> list[Launch]:
         ordered: list[Launch] = []
         slab: dict[str, Launch] = {}
-        for launch in super().launches(plan, chunks, budget):
+        for launch in super().launches(plan, slabs):
             slab[launch.entry_point] = launch
             if launch.entry_point == ORDER[-1]:
                 ordered += [slab[name] for name in self.order if name in slab]
@@ -282,7 +280,7 @@ def test_a_fault_for_large_logits_is_caught(gpu: Gpu, fault: str) -> None:
 @pytest.mark.parametrize("fault", FOR_SLABS)
 def test_a_fault_in_slabs_is_caught(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     """Rows begin at another one than the first only where scratch is too small for all."""
-    monkeypatch.setattr(executor, "SCRATCH_BUDGET", 250_000)
+    monkeypatch.setattr(WgpuExecutor, "max_slab", 64)
     is_caught(gpu, Faulty(fault), named("plain"))
     check_backend(WgpuExecutor(gpu, Faulty()), named("plain"))
 

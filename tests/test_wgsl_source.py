@@ -23,7 +23,7 @@ from o1core_wgpu.source import load
 
 G = Geometry.of(1, 1, 8)
 NUMBERS = {b.name: b.binding for b in buffers(G, 1)}
-KERNELS = {k.name: k for k in kernels(G)}
+KERNELS = {k.name: k for k in kernels(G, "sub-chunk")}
 WRITTEN = {name for k in KERNELS.values() for name in k.writes}
 USES = {
     "o1b_far_e": (0, 1, 6, 8, 13, 15),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy.typing as npt
 
-from o1core.layout import Buffer, Kernel, Meta
+from o1core.layout import Buffer, Kernel, Meta, Strategy
 
 if TYPE_CHECKING:
     from o1core.config import Geometry
@@ -20,9 +20,14 @@ class FarField(ABC):
     """State, kernels and sealing of one kind of far field."""
 
     name: ClassVar[str]
-    before_attend: ClassVar[tuple[Kernel, ...]] = ()
-    after_attend: ClassVar[tuple[Kernel, ...]] = ()
-    attend_reads: ClassVar[tuple[str, ...]] = ()
+    around_attend: ClassVar[Mapping[Strategy, tuple[tuple[Kernel, ...], tuple[Kernel, ...]]]]
+    """By strategy: its kernels before attend, and those after it."""
+    attend_reads: ClassVar[Mapping[Strategy, tuple[str, ...]]]
+    """By strategy: what attend reads of it."""
+
+    @abstractmethod
+    def scratch_parts(self, g: Geometry, sub_chunks: int) -> dict[str, tuple[int, ...]]:
+        """What its kernels tell each other and attend in a whole call; name -> shape."""
 
     @abstractmethod
     def arrays(self, g: Geometry) -> dict[str, tuple[int, ...]]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy.typing as npt
 
 from o1core.far.base import Arrays, FarField
-from o1core.layout import Buffer, Meta
+from o1core.layout import Buffer, Kernel, Meta, Strategy
 
 if TYPE_CHECKING:
     from o1core.config import Geometry
@@ -17,6 +18,17 @@ class NoFarField(FarField):
     """Sinks and window alone."""
 
     name = "none"
+    around_attend: ClassVar[Mapping[Strategy, tuple[tuple[Kernel, ...], tuple[Kernel, ...]]]] = {
+        "sub-chunk": ((), ()),
+        "whole-call": ((), ()),
+    }
+    attend_reads: ClassVar[Mapping[Strategy, tuple[str, ...]]] = {
+        "sub-chunk": (),
+        "whole-call": (),
+    }
+
+    def scratch_parts(self, g: Geometry, sub_chunks: int) -> dict[str, tuple[int, ...]]:
+        return {}
 
     def arrays(self, g: Geometry) -> dict[str, tuple[int, ...]]:
         return {}

@@ -6,14 +6,15 @@ left the window, as seen by that landmark's query.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from o1core.checks import F32, MAX_KEY, MAX_VALUE
 from o1core.far.base import Arrays, FarField
-from o1core.layout import Buffer, Kernel, Meta
+from o1core.layout import MAX_SUB_CHUNK, Buffer, Kernel, Meta, Strategy
 
 if TYPE_CHECKING:
     from o1core.config import Geometry
@@ -32,23 +33,66 @@ class Nystrom(FarField):
     """Landmark means, a mixing matrix a head, and running sums over the evicted keys."""
 
     name = "nystrom"
-    before_attend = (
-        Kernel(
-            "far_e",
-            ("heads", "landmarks"),
-            ("meta", "ring_k", "q_landmarks", "far_max_mass"),
-            ("scratch",),
+    around_attend: ClassVar[Mapping[Strategy, tuple[tuple[Kernel, ...], tuple[Kernel, ...]]]] = {
+        "sub-chunk": (
+            (
+                Kernel(
+                    "far_e",
+                    ("heads", "landmarks"),
+                    ("meta", "ring_k", "q_landmarks", "far_max_mass"),
+                    ("scratch",),
+                ),
+            ),
+            (
+                Kernel(
+                    "far_commit",
+                    ("heads", "landmarks"),
+                    ("meta", "ring_v", "scratch"),
+                    ("far_max_mass", "far_num"),
+                ),
+            ),
         ),
-    )
-    after_attend = (
-        Kernel(
-            "far_commit",
-            ("heads", "landmarks"),
-            ("meta", "ring_v", "scratch"),
-            ("far_max_mass", "far_num"),
+        "whole-call": (
+            (
+                Kernel(
+                    "far_e",
+                    ("heads", "landmarks", "rows"),
+                    ("meta", "ring_k", "q_landmarks", "k"),
+                    ("scratch",),
+                ),
+                Kernel(
+                    "far_sums",
+                    ("heads", "landmarks", "sub_chunks"),
+                    ("meta", "ring_v", "v", "scratch"),
+                    ("scratch",),
+                ),
+                Kernel(
+                    "far_commit",
+                    ("heads", "landmarks"),
+                    ("meta", "far_max_mass", "far_num", "scratch"),
+                    ("far_max_mass", "far_num", "scratch"),
+                ),
+            ),
+            (),
         ),
-    )
-    attend_reads = ("k_landmarks", "mix", "far_num", "scratch")
+    }
+    attend_reads: ClassVar[Mapping[Strategy, tuple[str, ...]]] = {
+        "sub-chunk": ("k_landmarks", "mix", "far_num", "scratch"),
+        "whole-call": ("k_landmarks", "mix", "scratch"),
+    }
+
+    def scratch_parts(self, g: Geometry, sub_chunks: int) -> dict[str, tuple[int, ...]]:
+        by_row = (g.heads, g.landmarks, MAX_SUB_CHUNK * sub_chunks)
+        by_sub_chunk = (sub_chunks, g.heads)
+        return {
+            "far_logits": by_row,
+            "far_peaks": by_row,
+            "far_weights": by_row,
+            "sub_chunk_mass": (*by_sub_chunk, g.landmarks),
+            "running_max": (*by_sub_chunk, g.landmarks),
+            "running_mass": (*by_sub_chunk, g.landmarks),
+            "numerators": (*by_sub_chunk, g.landmarks, g.value_dim),
+        }
 
     def arrays(self, g: Geometry) -> dict[str, tuple[int, ...]]:
         head = (g.groups, g.heads_per_group, g.landmarks)

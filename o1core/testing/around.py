@@ -31,6 +31,9 @@ class Around(Executor):
     def open(cls, device: Any = None) -> Self:
         raise TypeError(f"{cls.__name__} is made from an executor, not opened on {device!r}")
 
+    def plan(self, geometry: Geometry, rows: int) -> Plan:
+        return self.inner.plan(geometry, rows)
+
     def unsupported(self, plan: Plan) -> list[str]:
         return self.inner.unsupported(plan)
 

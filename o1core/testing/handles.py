@@ -39,7 +39,7 @@ def check_handles(executor: Executor, case: Case) -> None:
     state, oracle = begun
     g = state.geometry
     first, second = (_rows(case, at, rows) for at in (0, rows))
-    plan = Plan.build(g, rows)
+    plan = executor.plan(g, rows)
     handle = executor.allocate(g)
     executor.write(handle, state.buffers())
     before = _held(executor, handle)

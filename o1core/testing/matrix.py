@@ -20,7 +20,6 @@ from o1core.config import Config, Geometry
 from o1core.engine import O1Batch
 from o1core.errors import BackendUnavailable, UnknownBackend
 from o1core.executor import Executor
-from o1core.plan import Plan
 from o1core.testing.around import Hostile
 from o1core.testing.cases import Case, cases
 from o1core.testing.comparison import Report
@@ -462,7 +461,8 @@ def _geometries(config: Config, rows: Rows, prompt: int) -> list[Geometry]:
 def _beyond(runner: _Runner, geometries: Sequence[Geometry]) -> Cell | None:
     """The cell of what the executor says it cannot run, None if it can."""
     try:
-        found = {r for g in geometries for r in runner.executor.unsupported(Plan.build(g, 1))}
+        executor = runner.executor
+        found = {r for g in geometries for r in executor.unsupported(executor.plan(g, 1))}
     except Exception as fault:
         return Cell("failed", None, _clean(f"{type(fault).__name__}: {fault}"))
     return Cell("unsupported", None, _clean("; ".join(sorted(found)))) if found else None

@@ -146,7 +146,8 @@ class Remote(Executor):
         self._process = Process(f"backend {label or backend}")
         self._ask = self._process.ask
         try:
-            self.device, self.detail, self.software = self._ask("open", backend, dict(arguments))
+            for name, value in self._ask("open", backend, dict(arguments)).items():
+                setattr(self, name, value)
         except BaseException:
             self.close()
             raise
@@ -276,11 +277,20 @@ class _Server:
     def variants(self, backend: str) -> dict[str, dict[str, Any]]:
         return {name: dict(x) for name, x in registry.variants(backend).items()}
 
-    def open(self, backend: str, arguments: dict[str, Any]) -> tuple[str, str, bool]:
+    def open(self, backend: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """What the executor says of itself."""
         device = arguments.pop("device", None)
         inner = registry.open_backend(backend, device, arguments)
         self.executor = Hostile(inner)
-        return str(inner.device), str(inner.detail), bool(inner.software)
+        return {
+            "device": str(inner.device),
+            "detail": str(inner.detail),
+            "software": bool(inner.software),
+            "strategies": tuple(inner.strategies),
+            "strategy": inner.strategy,
+            "max_scratch": int(inner.max_scratch),
+            "max_slab": int(inner.max_slab),
+        }
 
     def unsupported(self, plan: Plan) -> list[str]:
         return self._inner.unsupported(plan)

@@ -60,7 +60,7 @@ def check_steps(executor: Executor, case: Case) -> Steps | None:
     steps = Steps()
     for sub_chunk in _sub_chunks(case):
         steps.expected[sub_chunk.first_row] = sub_chunk.expected
-        plan = Plan.build(g, len(sub_chunk.rows[0]))
+        plan = executor.plan(g, len(sub_chunk.rows[0]))
         if not _check_sub_chunk(executor, handle, plan, sub_chunk, steps):
             return None
     return steps

@@ -50,15 +50,19 @@ class NumpyExecutor(Executor):
         self.device = f"CPU (numpy {np.__version__})"
 
     @classmethod
-    def open(cls, device: Any = None) -> Self:
+    def open(cls, device: Any = None, *, strategy: str | None = None) -> Self:
         """`device` may be `None` or "cpu"; anything else is a ValueError."""
         if device not in (None, "cpu"):
             raise ValueError(f"device must be None or 'cpu' for the numpy backend, got {device!r}")
-        return cls()
+        executor = cls()
+        executor.use_strategy(strategy)
+        return executor
 
     def unsupported(self, plan: Plan) -> list[str]:
-        del plan  # whatever fits in memory runs
-        return []
+        # Whatever fits in memory runs.
+        if plan.strategy == "sub-chunk":
+            return []
+        return [f"strategy must be 'sub-chunk' (numpy), got {plan.strategy!r}"]
 
     def allocate(self, geometry: Geometry) -> NumpyState:
         return NumpyState(geometry, [])

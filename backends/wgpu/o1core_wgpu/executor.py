@@ -18,8 +18,8 @@ from o1core.checks import F32, integer
 from o1core.config import Geometry
 from o1core.errors import BackendUnavailable
 from o1core.executor import Buffers, Executor
-from o1core.layout import Buffer, Meta, as_meta, buffers, state_buffers
-from o1core.plan import MAX_SUB_CHUNK, Plan
+from o1core.layout import Buffer, Meta, Strategy, as_meta, buffers, state_buffers
+from o1core.plan import MAX_SCRATCH, MAX_SUB_CHUNK, Plan
 from o1core_wgpu.device import UNIFORM_BYTES, Gpu, open_gpu, software_adapter
 from o1core_wgpu.kernel_set import GivenKernels, KernelSet, own_kernels
 from o1core_wgpu.source import ENVIRONMENT, load
@@ -41,9 +41,8 @@ log = logging.getLogger(__name__)
 
 SCRATCH, PARAMETERS = 13, 15
 
-SUB_CHUNKS = 1024
-"""Sub-chunks in one submission; a longer call is several, so that no watchdog sees one run on."""
-SCRATCH_BUDGET = 2**26
+SUBMITTED_ROWS = 2**16
+"""In one submission; a longer call is several, so that no watchdog sees one run on."""
 ARRAY_BUDGET = 2**28
 """Bytes of an array in one submission, for the same reason and to spare memory."""
 BOUND_SETS = 8
@@ -69,21 +68,31 @@ class WgpuExecutor(Executor):
         self._kernels = kernels
         self._asked = device
         self._lock = threading.RLock()
-        self._reasons: dict[Geometry, list[str]] = {}
+        self._reasons: dict[tuple[Geometry, Strategy], list[str]] = {}
+        self.strategies = kernels.strategies
+        self.use_strategy(None)
         self._use(gpu)
 
     def _use(self, gpu: Gpu) -> None:
+        self.max_scratch = min(MAX_SCRATCH, gpu.largest_binding)
         pipelines, work = gpu.pipelines(self._kernels), Workspace(gpu)
         self._gpu, self._pipelines, self._work = gpu, pipelines, work
 
     @classmethod
-    def open(cls, device: Any = None, *, wgsl: str | os.PathLike[str] | None = None) -> Self:
+    def open(
+        cls,
+        device: Any = None,
+        *,
+        wgsl: str | os.PathLike[str] | None = None,
+        strategy: str | None = None,
+    ) -> Self:
         """An executor on an adapter (see `o1core_wgpu.device.open_gpu`), or on the host's device.
 
         wgsl: a `.wgsl` file, or a Rust source that holds the text, with kernels of the interface of
         docs/operator.md section 6; "original" stands for the upstream engine's, where O1CORE_WGSL
         names them or in cargo's folders, "own" for o1core's own. Without it, the environment
-        variable O1CORE_WGSL names them, and otherwise they are o1core's own.
+        variable O1CORE_WGSL names them, and otherwise they are o1core's own. strategy:
+        "whole-call", which o1core's own take by themselves, or "sub-chunk", the only one of others.
 
         BackendUnavailable when this machine has no adapter or one with limits too small, or the
         variable names no such kernels; FileNotFoundError, TypeError or ValueError for arguments
@@ -102,7 +111,9 @@ class WgpuExecutor(Executor):
         if missing := gpu.missing(kernels):
             raise BackendUnavailable(cls.name, missing)
         try:
-            return cls(gpu, kernels, device)
+            executor = cls(gpu, kernels, device)
+            executor.use_strategy(strategy)
+            return executor
         except wgpu.GPUError as fault:
             if named is None or gpu.lost_by_now():
                 raise
@@ -115,7 +126,11 @@ class WgpuExecutor(Executor):
 
     @classmethod
     def variants(cls) -> Mapping[str, Mapping[str, Any]]:
-        return {cls.name: {"wgsl": "own"}, f"{cls.name}-original": {"wgsl": "original"}}
+        return {
+            cls.name: {"wgsl": "own"},
+            f"{cls.name}-sub-chunk": {"wgsl": "own", "strategy": "sub-chunk"},
+            f"{cls.name}-original": {"wgsl": "original"},
+        }
 
     @classmethod
     def why_not_auto(cls, device: Any = None) -> str:
@@ -123,22 +138,26 @@ class WgpuExecutor(Executor):
         return f"{cls.name} has only a software adapter ({name})" if name else ""
 
     def unsupported(self, plan: Plan) -> list[str]:
-        g = plan.geometry
-        reasons = self._reasons.get(g)
+        key = plan.geometry, plan.strategy
+        reasons = self._reasons.get(key)
         if reasons is None:
             if len(self._reasons) > 256:
                 self._reasons.clear()
-            reasons = self._reasons[g] = self._why_not(g)
+            reasons = self._reasons[key] = self._why_not(*key)
         return list(reasons)
 
-    def _why_not(self, g: Geometry) -> list[str]:
-        reasons = [f"{x} ({self._kernels.label})" for x in self._kernels.limits(g)]
-        # Calls are split into sub-chunks where they must be, so one decides.
-        plan = Plan.build(g, min(MAX_SUB_CHUNK, *g.windows))
+    def _why_not(self, g: Geometry, strategy: Strategy) -> list[str]:
+        label = self._kernels.label
+        if strategy not in self.strategies:
+            known = " or ".join(map(repr, self.strategies))
+            return [f"strategy must be {known} ({label}), got {strategy!r}"]
+        reasons = [f"{x} ({label})" for x in self._kernels.limits(g)]
+        # Calls are split where they must be, so one sub-chunk decides.
+        plan = self._plan(g, min(MAX_SUB_CHUNK, *g.windows), strategy)
         largest = self._gpu.largest_binding
         sizes = {b.name: b.nbytes for b in plan.buffers if b.shape is not None}
         sizes["out"] += sizes["meta"]  # they are read back in one buffer
-        sizes["scratch"] = self._kernels.scratch_bytes(g, plan.rows, self._scratch_budget)
+        sizes["scratch"] = self._kernels.scratch_bytes(plan)
         reasons += [
             f"{name} must have at most {largest:,} bytes (the largest binding of {self.device}), "
             f"got {nbytes:,}"
@@ -148,7 +167,7 @@ class WgpuExecutor(Executor):
         if reasons:
             return reasons
         most = self._gpu.limits["max-compute-workgroups-per-dimension"]
-        for launch in self._kernels.launches(plan, plan.sub_chunks, self._scratch_budget):
+        for launch in self._kernels.launches(plan, plan.slabs):
             if max(launch.workgroups) > most:
                 reasons.append(
                     f"{launch.entry_point} must have at most {most} workgroups a dimension "
@@ -157,13 +176,24 @@ class WgpuExecutor(Executor):
                 )
         return reasons
 
+    def plan(self, geometry: Geometry, rows: int) -> Plan:
+        return self._plan(geometry, rows, self.strategy)
+
+    def _plan(self, geometry: Geometry, rows: int, strategy: Strategy) -> Plan:
+        # A slab has to lie within what one submission binds, and its launches within the grid.
+        widest = max(row_bytes(geometry).values())
+        fits = min(self._largest(geometry), ARRAY_BUDGET) // widest
+        return Plan.build(
+            geometry,
+            rows,
+            strategy=strategy,
+            scratch=self.max_scratch,
+            slab=max(1, min(self.max_slab, fits, self._kernels.most_rows(geometry))),
+        )
+
     def _largest(self, g: Geometry) -> int:
         """Bytes that an array of rows may have: as a binding, and read back behind meta."""
         return min(self._gpu.largest_binding, self._gpu.largest_buffer - 16 * g.groups)
-
-    @property
-    def _scratch_budget(self) -> int:
-        return min(SCRATCH_BUDGET, self._gpu.largest_binding)
 
     # State ----------------------------------------------------------------------------------------
 
@@ -246,9 +276,8 @@ class WgpuExecutor(Executor):
     def steps(
         self, plan: Plan, handle: WgpuState, q: F32, k: F32, v: F32, out: F32
     ) -> Iterator[tuple[str, ...]] | None:
-        launches = self._kernels.launches(plan, plan.sub_chunks, self._scratch_budget)
-        if len({launch.entry_point for launch in launches}) < len(launches):
-            return None  # scratch has no room for all rows, and every slab runs all kernels
+        if len(plan.slabs) != 1:
+            return None  # every slab runs all kernels
         return self._steps(plan, handle, (q, k, v, out))
 
     def _steps(self, plan: Plan, handle: WgpuState, rows: Rows) -> Iterator[tuple[str, ...]]:
@@ -284,7 +313,7 @@ class WgpuExecutor(Executor):
             for buffer in (work.buffer(name, array.nbytes, STORAGE),)
         }
         program = self._program(work, plan, piece)
-        return Call(handle, arrays, bound, program, self._bind_groups(work, handle, piece, bound))
+        return Call(handle, arrays, bound, program, self._bind_groups(work, handle, plan, bound))
 
     def _submit(
         self, call: Call, program: Sequence[Step], staging: wgpu.GPUBuffer | None = None
@@ -372,7 +401,7 @@ class WgpuExecutor(Executor):
             work = self._work
             try:
                 recorded = [
-                    (self._program(work, plan, piece), self._bind_groups(work, handle, piece, part))
+                    (self._program(work, plan, piece), self._bind_groups(work, handle, plan, part))
                     for piece, part in zip(pieces, parts, strict=True)
                 ]
             except wgpu.GPUError as fault:
@@ -391,19 +420,17 @@ class WgpuExecutor(Executor):
             handle.meta = list(plan.meta_after(handle.meta))
 
     def _pieces(self, plan: Plan, *, aligned: bool = False) -> Iterator[Piece]:
-        """The plan in submissions: so many sub-chunks that every array fits in one binding.
+        """The plan in submissions: so many slabs that every array fits in one binding.
 
         aligned: each begins at an offset that a binding may have, within the caller's buffers.
         """
-        g, chunks = plan.geometry, plan.sub_chunks
-        if not chunks:
+        g, slabs = plan.geometry, plan.slabs
+        if not slabs:
             return
-        each = chunks[0].rows
-        widths = [4 * x for x in (g.heads * g.head_dim, g.groups * g.head_dim)]
-        widths += [4 * x for x in (g.heads * g.value_dim, g.groups * g.value_dim)]
+        each, widths = slabs[0].rows, row_bytes(g).values()
         most = self._largest(g) if aligned else min(self._largest(g), ARRAY_BUDGET)
-        fit = min(SUB_CHUNKS, max(1, most // (each * max(widths))))
-        if aligned and fit < len(chunks):
+        fit = max(1, min(SUBMITTED_ROWS, most // max(widths)) // each)
+        if aligned and fit < len(slabs):
             step = self._gpu.limits["min-storage-buffer-offset-alignment"]
             while fit > 1 and any(fit * each * width % step for width in widths):
                 fit -= 1
@@ -412,18 +439,16 @@ class WgpuExecutor(Executor):
                     f"rows must be at most {fit * each} a call for buffers of this width, "
                     f"got {plan.rows}"
                 )
-        for at in range(0, len(chunks), fit):
-            part = chunks[at : at + fit]
-            yield Piece(part[0].first_row, sum(c.rows for c in part), part)
+        for at in range(0, len(slabs), fit):
+            part = slabs[at : at + fit]
+            yield Piece(part[0].first_row, sum(slab.rows for slab in part), part)
 
     def _program(self, work: Workspace, plan: Plan, piece: Piece) -> tuple[Step, ...]:
         # Pieces that differ only in where they begin are the same work on other rows.
-        shape = tuple(c.rows for c in piece.sub_chunks)
-        key = plan.geometry, shape
+        key = plan.geometry, tuple(slab.rows for slab in piece.slabs)
         found = work.programs.get(key)
         if found is None:
-            launches = self._kernels.launches(plan, piece.sub_chunks, self._scratch_budget)
-            found = work.program(key, launches)
+            found = work.program(key, self._kernels.launches(plan, piece.slabs))
         return found
 
     def _record(
@@ -438,11 +463,10 @@ class WgpuExecutor(Executor):
             compute.dispatch_workgroups(*workgroups)
 
     def _bind_groups(
-        self, work: Workspace, handle: WgpuState, piece: Piece, bound: Mapping[str, Bound]
+        self, work: Workspace, handle: WgpuState, plan: Plan, bound: Mapping[str, Bound]
     ) -> dict[str, wgpu.GPUBindGroup]:
         g = handle.geometry
-        nbytes = self._kernels.scratch_bytes(g, piece.rows, self._scratch_budget)
-        scratch = work.buffer("scratch", nbytes, STORAGE)
+        scratch = work.buffer("scratch", self._kernels.scratch_bytes(plan), STORAGE)
         uniforms = work.uniforms
         key = (*(b.key for b in bound.values()), id(scratch), id(uniforms))
         found = handle.bind_groups.get(key)

@@ -115,7 +115,7 @@ def check(interface: Interface) -> None:
     table = {b.binding: b for b in buffers(g, 1)}
     numbers = {b.name: b.binding for b in table.values()}
     names = {number: b.name for number, b in table.items()} | {UNIFORM: "the uniform"}
-    steps = {f"o1b_{k.name}": k for k in kernels(g)}
+    steps = {f"o1b_{k.name}": k for k in kernels(g, "sub-chunk")}
     written = {numbers[name] for k in steps.values() for name in k.writes}
     bindings, entry_points = interface.bindings, interface.entry_points
 

@@ -11,12 +11,13 @@ import hashlib
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import cache
 from importlib.resources import files
 from typing import NamedTuple
 
-from o1core.config import Geometry
-from o1core.plan import MAX_SUB_CHUNK, Dispatch, Plan, SubChunk
+from o1core.config import MAX_ROWS, Geometry
+from o1core.layout import Strategy
+from o1core.plan import MAX_SUB_CHUNK, STRATEGIES, Dispatch, Plan, Slab
 from o1core_wgpu.interface import Interface, parse
 from o1core_wgpu.source import Source
 
@@ -58,13 +59,20 @@ class KernelSet(ABC):
     def limits(self, g: Geometry) -> list[str]:
         """What the kernels cannot do with this geometry, whatever the device."""
 
-    @abstractmethod
-    def scratch_bytes(self, g: Geometry, rows: int, budget: int) -> int:
-        """Bytes of scratch for calls of up to `rows` rows, within the budget if at all possible."""
+    strategies: tuple[Strategy, ...] = ("sub-chunk",)
+
+    def most_rows(self, g: Geometry) -> int:
+        """Rows of a slab whose launches stay within the grid of every device."""
+        del g
+        return MAX_ROWS
 
     @abstractmethod
-    def launches(self, plan: Plan, chunks: Sequence[SubChunk], budget: int) -> list[Launch]:
-        """The launches of consecutive sub-chunks of a plan, with rows counted from their first."""
+    def scratch_bytes(self, plan: Plan) -> int:
+        """Bytes of scratch that the slabs of a plan need."""
+
+    @abstractmethod
+    def launches(self, plan: Plan, slabs: Sequence[Slab]) -> list[Launch]:
+        """The launches of consecutive slabs of a plan, with rows counted from their first."""
 
 
 def _uniform(g: Geometry, first_row: int, rows: int) -> bytes:
@@ -91,20 +99,18 @@ def _uniform(g: Geometry, first_row: int, rows: int) -> bytes:
 class OwnKernels(KernelSet):
     """o1core's own: any geometry that fits the device, many sub-chunks at once.
 
-    The keys that the rows of a call evict are known when it starts, so nothing has to wait for the
-    sub-chunk before it: each kernel takes all rows of a *slab*, as many as scratch has room for.
+    Each kernel takes all rows of a slab, of a sub-chunk or of a whole call, since the keys that
+    these rows evict are known when it starts.
     """
 
     ROWS, COLUMNS, BLOCK, BAND, PADS = 32, 64, 64, 100, 3
     MAX_LANDMARKS = 192
-    MAX_SLAB = 4096
     label = "o1core's own WGSL"
+    strategies = STRATEGIES[::-1]
 
     def __init__(self) -> None:
         self.text = files("o1core_wgpu").joinpath("kernels.wgsl").read_text("utf-8")
         self.interface = parse(self.text)
-        # Every call asks for it, and a long one takes many tries.
-        self._slab = lru_cache(maxsize=256)(self._largest_slab)
 
     def limits(self, g: Geometry) -> list[str]:
         if g.landmarks <= self.MAX_LANDMARKS:
@@ -123,27 +129,19 @@ class OwnKernels(KernelSet):
     def _padded(self, rows: int) -> int:
         return rows if rows < self.ROWS else _tiles(rows, self.ROWS) * self.ROWS
 
-    def _largest_slab(self, g: Geometry, rows: int, budget: int) -> int:
-        """Rows that are computed together: all of them, or whole blocks, or what fits."""
-        fit = min(rows, self.MAX_SLAB)
-        while fit > 1 and not self._fits(g, fit, budget):
-            fit = (fit - 1) // self.BLOCK * self.BLOCK if fit > self.BLOCK else fit // 2
-        return fit
+    def most_rows(self, g: Geometry) -> int:
+        # The rows of all heads are one dimension of the tiles, and rows another of ring_commit.
+        return min(MAX_WORKGROUPS, MAX_WORKGROUPS * self.ROWS // g.heads_per_group - self.ROWS)
 
-    def _fits(self, g: Geometry, rows: int, budget: int) -> bool:
-        most = max(max(grid) for _, grid in self._grids(g, rows))
-        return 4 * self._floats(g, rows) <= budget and most <= MAX_WORKGROUPS
+    def scratch_bytes(self, plan: Plan) -> int:
+        return 4 * self._floats(plan.geometry, max(slab.rows for slab in plan.slabs))
 
-    def scratch_bytes(self, g: Geometry, rows: int, budget: int) -> int:
-        return 4 * self._floats(g, self._slab(g, rows, budget))
-
-    def launches(self, plan: Plan, chunks: Sequence[SubChunk], budget: int) -> list[Launch]:
-        g, rows = plan.geometry, sum(chunk.rows for chunk in chunks)
-        slab = self._slab(g, rows, budget)
+    def launches(self, plan: Plan, slabs: Sequence[Slab]) -> list[Launch]:
+        start = slabs[0].first_row
         return [
             launch
-            for at in range(0, rows, slab)
-            for launch in self._of_slab(g, at, min(slab, rows - at))
+            for first_row, rows in slabs
+            for launch in self._of_slab(plan.geometry, first_row - start, rows)
         ]
 
     def _of_slab(self, g: Geometry, first_row: int, rows: int) -> list[Launch]:
@@ -202,14 +200,14 @@ class GivenKernels(KernelSet):
             if value > limit
         ]
 
-    def scratch_bytes(self, g: Geometry, rows: int, budget: int) -> int:
+    def scratch_bytes(self, plan: Plan) -> int:
+        g = plan.geometry
         return 4 * g.heads * g.landmarks * (2 * self.source.limits.sub_chunk + 2)
 
-    def launches(self, plan: Plan, chunks: Sequence[SubChunk], budget: int) -> list[Launch]:
-        g, start = plan.geometry, chunks[0].first_row
-        end = start + sum(chunk.rows for chunk in chunks)
+    def launches(self, plan: Plan, slabs: Sequence[Slab]) -> list[Launch]:
+        start, end = slabs[0].first_row, slabs[-1].first_row + slabs[-1].rows
         return [
-            self._launch(g, dispatch, dispatch.first_row - start)
+            self._launch(plan.geometry, dispatch, dispatch.first_row - start)
             for dispatch in plan.dispatches
             if start <= dispatch.first_row < end
         ]

@@ -12,7 +12,7 @@ import wgpu
 
 from o1core.config import Geometry
 from o1core.layout import Meta, state_buffers
-from o1core.plan import SubChunk
+from o1core.plan import Slab
 from o1core_wgpu.device import Gpu
 from o1core_wgpu.kernel_set import Launch
 
@@ -26,15 +26,15 @@ UNIFORM = wgpu.BufferUsage.UNIFORM | wgpu.BufferUsage.COPY_DST
 UNIFORM_STRIDE = 256
 UNIFORM_SLOTS = 4096
 KEPT_STEPS = 2**16
-"""Steps of programs that are kept; a program of many sub-chunks costs little beside its call."""
+"""Steps of programs that are kept; a program of many slabs costs little beside its call."""
 
 
 class Piece(NamedTuple):
-    """Consecutive sub-chunks of a plan that are submitted together."""
+    """Consecutive slabs of a plan that are submitted together."""
 
     first_row: int
     rows: int
-    sub_chunks: tuple[SubChunk, ...]
+    slabs: tuple[Slab, ...]
 
 
 class Bound(NamedTuple):
