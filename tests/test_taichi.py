@@ -72,60 +72,51 @@ def test_slabs_and_pieces_change_nothing(
     engine: o1core.O1Batch, ti: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Calls too long for scratch, or to be copied at once, run in parts; all cases stay right."""
-    from o1core_taichi import executor as module
-
     whole, rows = small_layer(engine)
     parts, _ = small_layer(engine)
     on_device, _ = small_layer(engine)
     want = whole.extend(*rows)
-    for name in ("SCRATCH_BUDGET", "CPU_SCRATCH_BUDGET", "ARRAY_BUDGET"):
-        monkeypatch.setattr(module, name, 1)
-    module._slab.cache_clear()
-    try:
-        out = parts.extend(*rows)
-        np.testing.assert_allclose(out, want, rtol=0, atol=1e-5)
-        assert on_device.extend(*device_rows(ti, rows)).to_numpy().tobytes() == out.tobytes()
-        for case in SUBSET[:3]:
-            run_case(engine, case)
-    finally:
-        module._slab.cache_clear()
+    monkeypatch.setattr("o1core_taichi.executor.ARRAY_BUDGET", 1)
+    monkeypatch.setattr(engine._executor, "max_slab", 64)
+    out = parts.extend(*rows)
+    np.testing.assert_allclose(out, want, rtol=0, atol=1e-5)
+    assert on_device.extend(*device_rows(ti, rows)).to_numpy().tobytes() == out.tobytes()
+    for case in SUBSET[:3]:
+        run_case(engine, case)
     assert parts.state().groups_meta == whole.state().groups_meta
     np.testing.assert_allclose(parts.state().far_num, whole.state().far_num, rtol=1e-4, atol=1e-4)
 
 
 @only_taichi
-@pytest.mark.parametrize("budget", ["ARRAY_BUDGET", "CPU_SCRATCH_BUDGET"])
+@pytest.mark.parametrize("parts", ["arrays", "slabs"])
 def test_a_call_that_fails_in_its_second_part_leaves_the_state(
-    engine: o1core.O1Batch, monkeypatch: pytest.MonkeyPatch, budget: str
+    engine: o1core.O1Batch, monkeypatch: pytest.MonkeyPatch, parts: str
 ) -> None:
-    from o1core_taichi import executor as module
+    from o1core_taichi.launch import launch
 
     layer, rows = small_layer(engine)
     layer.extend(*(x[:9] for x in rows))
     before = layer.state()
-    monkeypatch.setattr(module, budget, 1)
-    monkeypatch.setattr(module, "SCRATCH_BUDGET", 1)
-    module._slab.cache_clear()
-    name = "call_on_cpu" if TAICHI_ARCH == "cpu" else "call_on_gpu"
-    call, calls = getattr(module, name), []
+    if parts == "arrays":
+        monkeypatch.setattr("o1core_taichi.executor.ARRAY_BUDGET", 1)
+    else:
+        monkeypatch.setattr(engine._executor, "max_slab", 64)
+    calls: list[Any] = []
 
     def fails_later(*arguments: Any) -> None:
         calls.append(arguments)
         if len(calls) % 3 == 0:
             raise KeyboardInterrupt
-        call(*arguments)
+        launch(*arguments)
 
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(module, name, fails_later)
-            for _ in range(3):
-                with pytest.raises(KeyboardInterrupt):
-                    layer.extend(*rows)
-                assert same_state(layer.state(), before)
-        twin = engine.load(before)
-        assert layer.extend(*rows).tobytes() == twin.extend(*rows).tobytes()
-    finally:
-        module._slab.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr("o1core_taichi.executor.launch", fails_later)
+        for _ in range(3):
+            with pytest.raises(KeyboardInterrupt):
+                layer.extend(*rows)
+            assert same_state(layer.state(), before)
+    twin = engine.load(before)
+    assert layer.extend(*rows).tobytes() == twin.extend(*rows).tobytes()
 
 
 @only_taichi
@@ -202,9 +193,13 @@ def wrong_call(change: Callable[..., tuple[Any, ...]]) -> Callable[[Any], Any]:
     """The kernel gets other arguments than those meant for it."""
 
     def patch(module: Any) -> Any:
-        name = "call_on_cpu" if TAICHI_ARCH == "cpu" else "call_on_gpu"
-        call = getattr(module, name)
-        return name, lambda *arguments: call(*change(*arguments))
+        launch = module.launch
+
+        def changed(runtime: Any, kernel: Any, numbers: Any, arrays: Any) -> None:
+            arguments = change(*numbers, *arrays)
+            launch(runtime, kernel, arguments[:2], arguments[2:])
+
+        return "launch", changed
 
     return patch
 
@@ -241,11 +236,13 @@ WRONG: dict[str, Callable[[Any], Any]] = {
     "mix-elsewhere": wrong_size("mix", lambda at: max(0, at - 1)),
     "landmarks-elsewhere": wrong_size("q_landmarks", lambda at: max(0, at - 1)),
     "scratch-overlaps": wrong_size("far_peaks", lambda at: 0),
-    "block-mass-overlaps": wrong_size("block_mass", lambda at: 0),
+    "block-mass-overlaps": wrong_size("block_mass", lambda at: at + 1),
     "numerators-overlap": wrong_size("numerators", lambda at: 0),
     **{
         f"no-{kernel}": wrong_size("stages", lambda bits, i=i: bits & ~(1 << i))  # type: ignore[misc]
-        for i, kernel in enumerate(("far_e", "far_commit", "attend", "ring_commit", "meta"))
+        for i, kernel in enumerate(
+            ("far_e", "far_sums", "far_commit", "attend", "ring_commit", "meta")
+        )
     },
     "writes-the-old-state": wrong_call(swapped(4, 7)),
     "keeps-the-old-meta": wrong_call(swapped(3, 6)),
@@ -389,8 +386,8 @@ def test_a_backend_that_returns_nan_on_the_device_is_caught(
     before = layer.state()
     launch = TaichiExecutor.launch
 
-    def spoiled(executor: Any, handle: Any, qkv: Any, out: Any, held: Any) -> None:
-        launch(executor, handle, qkv, out, held)
+    def spoiled(executor: Any, handle: Any, slabs: Any, qkv: Any, out: Any, held: Any) -> None:
+        launch(executor, handle, slabs, qkv, out, held)
         ti.sync()
         out[199, 3, 11] = np.nan
 
@@ -400,7 +397,7 @@ def test_a_backend_that_returns_nan_on_the_device_is_caught(
             layer.extend(*device_rows(ti, rows))
     assert same_state(layer.state(), before)
 
-    def stuck(executor: Any, handle: Any, qkv: Any, out: Any, held: Any) -> None:
+    def stuck(executor: Any, handle: Any, slabs: Any, qkv: Any, out: Any, held: Any) -> None:
         out.fill(0)
         held.fill(0)
 

@@ -5,8 +5,9 @@ Names: G groups, H heads a group, S sinks, w the group's window, m landmarks, n 
 The keys of a group are numbered: those of the ring, oldest first, then the rows of the call. Row i
 sees the last w of them up to itself; those before number `gone(i)` are evicted by then.
 
-Evicted keys go far in blocks of 64. A tile of rows reads the far sums as they were before its first
-row's block, and the keys evicted since then one by one; so all rows are computed together.
+Rows are computed in tiles of 64 queries, and what 64 rows evict goes far together, as a block. So
+the rows of a tile read the far sums from before their own block, and of that block, key by key,
+what is evicted by then. A far key is known by the row that evicts it: there is at most one a group.
 
 A launch from Python costs by the number of its arrays, so there are few: what a call changes of
 the state (`state`, beside `meta`), what it does not (`sealed`), what stages tell each other
@@ -20,12 +21,17 @@ kernels cannot postpone their evaluation.
 
 from o1core_taichi.language import ti
 
-BLOCK = 64
-"""Evicted keys that go far together."""
 TILE = 64
-"""Rows, and columns, of a tile."""
-BAND = BLOCK + TILE
-"""Keys beyond the window that a tile of rows can have in reach."""
+"""Rows of a tile, and rows whose evicted keys make a block."""
+SHARED = 2304
+"""Numbers of every array in workgroup memory, all of one size: the language links the loops of a
+kernel by names of such arrays that several of them may have, and then one array serves all."""
+PART_AT = 2048
+"""Where attend_weights has what the threads of a row tell each other."""
+PEAKS = 16
+"""Logits of a block that are loaded together."""
+TOGETHER = 8
+"""Neighbouring keys that one thread weighs, and landmarks that it mixes."""
 MAX_LANDMARKS = 256
 """On GPUs: what workgroup memory has room for."""
 
@@ -33,6 +39,9 @@ LOWEST = -3.0e38
 FLOOR = 1e-30
 LEAST_SIZE = 2.0**-60
 LOWEST_POWER = -(2**31) + 1
+MOST_POWER = 100
+MOST_LEAP = 60.0
+"""How far the peak of a block may lie above a maximum for factors to stay within float32."""
 LOG2_E = 1.44269504
 LN2 = 0.69314718
 # ln 2 in two parts, the first of so few bits that its product with a small integer is exact.
@@ -56,11 +65,11 @@ STATE = ("ring_k", "ring_v", "far_max_mass", "far_num")
 SEALED = ("sink_k", "sink_v", "k_landmarks", "q_landmarks", "mix")
 SCRATCH = (
     *("far_logits", "far_peaks", "far_weights", "block_mass", "running_max", "running_mass"),
-    *("numerators", "weights", "landmark_store"),
+    *("numerators", "weights", "shares", "keys", "values", "landmark_store"),
 )
-STAGES = ("far_e", "far_commit", "attend", "ring_commit", "meta")
+STAGES = ("far_e", "far_sums", "far_commit", "attend", "ring_commit", "meta")
 """The plan's kernels as a call runs them, in order, each with the loops that prepare it."""
-FAR_E, FAR_COMMIT, ATTEND, RING_COMMIT, META = range(len(STAGES))
+FAR_E, FAR_SUMS, FAR_COMMIT, ATTEND, RING_COMMIT, META = range(len(STAGES))
 FIELDS = (*NUMBERS, "room", *STATE, *SEALED, *SCRATCH, "stages", "scale")
 """What `sizes` holds: numbers; the rows that scratch has room for; where each part begins in its
 array; a bit for each of `STAGES` that a launch is to run; the bits of the scale."""
@@ -73,7 +82,7 @@ Ring = ti.types.struct(length=ti.i32, head=ti.i32, window=ti.i32)
 
 @ti.func
 def sizes_of(sizes: ti.template()):
-    """landmark_rows: of a group; stride: of the weights, a row's sinks, keys and landmarks."""
+    """landmark_rows: of a group; stride: columns of a row, its landmarks, sinks and keys."""
     return Sizes(
         groups=sizes[0],
         heads=sizes[1],
@@ -101,11 +110,14 @@ def sizes_of(sizes: ti.template()):
         running_mass=sizes[23],
         numerators=sizes[24],
         weights=sizes[25],
-        landmark_store=sizes[26],
-        stages=sizes[27],
-        scale=ti.bit_cast(sizes[28], ti.f32),
+        shares=sizes[26],
+        keys=sizes[27],
+        values=sizes[28],
+        landmark_store=sizes[29],
+        stages=sizes[30],
+        scale=ti.bit_cast(sizes[31], ti.f32),
         landmark_rows=sizes[1] * sizes[2],
-        stride=sizes[3] + sizes[4] + BAND + sizes[2],
+        stride=sizes[2] + sizes[3] + sizes[4] + TILE,
     )
 
 
@@ -170,12 +182,6 @@ def numerator_at(g: ti.template(), block: ti.i32, x: ti.i32) -> ti.i32:
     return g.numerators + (block * g.groups * g.landmark_rows + x) * g.value_dim
 
 
-@ti.func
-def weights_at(g: ti.template(), group: ti.i32, query: ti.i32, rows: ti.i32) -> ti.i32:
-    """The weights of a query, which is numbered as below."""
-    return g.weights + (group * g.heads * head_rows(rows) + query) * g.stride
-
-
 # Keys ---------------------------------------------------------------------------------------------
 
 
@@ -199,6 +205,18 @@ def gone_by(ring: ti.template(), rows: ti.i32) -> ti.i32:
 @ti.func
 def gone(ring: ti.template(), row: ti.i32) -> ti.i32:
     return gone_by(ring, row + 1)
+
+
+@ti.func
+def evicted_by(ring: ti.template(), row: ti.i32) -> ti.i32:
+    """The number of the key that a row evicts; below 0 if it evicts none."""
+    return row - (ring.window - ring.length)
+
+
+@ti.func
+def evictor_of(ring: ti.template(), key: ti.i32) -> ti.i32:
+    """The row that evicts a key."""
+    return key + (ring.window - ring.length)
 
 
 @ti.func
@@ -233,14 +251,15 @@ def last_row_of(tile: ti.i32, rows: ti.i32) -> ti.i32:
 
 @ti.func
 def start_of(ring: ti.template(), tile: ti.i32, rows: ti.i32) -> ti.i32:
-    """The first key of the block whose running far sums a tile reads."""
-    return gone(ring, first_row_of(tile, rows)) // BLOCK * BLOCK
+    """The first key that a tile sees: those before it were evicted by rows before its own."""
+    return gone_by(ring, first_row_of(tile, rows))
 
 
 @ti.func
 def end_of(g: ti.template(), ring: ti.template(), tile: ti.i32, rows: ti.i32) -> ti.i32:
-    """Columns of a tile's weights up to the landmarks: sinks, then keys from its start on."""
-    return g.sinks + ring.length + last_row_of(tile, rows) + 1 - start_of(ring, tile, rows)
+    """Columns of a tile: landmarks, sinks, then keys from its start on."""
+    keys = ring.length + last_row_of(tile, rows) + 1 - start_of(ring, tile, rows)
+    return g.landmarks + g.sinks + keys
 
 
 # Numbers beyond float32 ---------------------------------------------------------------------------
@@ -298,24 +317,40 @@ def far_peaks(
     """Running maxima of the landmark logits within each block; at the last, weights and mass."""
     for i in range(count):
         g = sizes_of(sizes)
-        blocks = (rows + BLOCK - 1) // BLOCK
+        blocks = (rows + TILE - 1) // TILE
         x = i // blocks
         block = i % blocks
         ring = ring_of(meta, g, x // g.landmark_rows)
-        first = block * BLOCK
-        last = ti.min(gone_by(ring, rows), first + BLOCK)
+        first = ti.max(block * TILE, evictor_of(ring, 0))
+        last = ti.min(rows, block * TILE + TILE)
         logits = far_logits_at(g, x)
         peaks = far_peaks_at(g, x)
         weights = far_weights_at(g, x)
         peak = LOWEST
-        for key in range(first, last):
-            peak = ti.max(peak, scratch[logits + key])
-            scratch[peaks + key] = peak
+        # Some at a time, so that their loads do not wait for each other.
+        for part in range(TILE // PEAKS):
+            start = block * TILE + part * PEAKS
+            held = ti.Vector.zero(ti.f32, PEAKS)
+            for j in ti.static(range(PEAKS)):
+                held[j] = LOWEST
+                if first <= start + j and start + j < last:
+                    held[j] = scratch[logits + start + j]
+            for j in ti.static(range(PEAKS)):
+                peak = ti.max(peak, held[j])
+                if first <= start + j and start + j < last:
+                    scratch[peaks + start + j] = peak
         mass = 0.0
-        for key in range(first, last):
-            weight = decay(scratch[logits + key] - peak)
-            scratch[weights + key] = weight
-            mass += weight
+        for part in range(TILE // PEAKS):
+            start = block * TILE + part * PEAKS
+            held = ti.Vector.zero(ti.f32, PEAKS)
+            for j in ti.static(range(PEAKS)):
+                if first <= start + j and start + j < last:
+                    held[j] = scratch[logits + start + j]
+            for j in ti.static(range(PEAKS)):
+                if first <= start + j and start + j < last:
+                    weight = decay(held[j] - peak)
+                    scratch[weights + start + j] = weight
+                    mass += weight
         if first < last:
             scratch[g.block_mass + block_at(g, block, x)] = mass
 
@@ -338,10 +373,11 @@ def far_commit(
         g = sizes_of(sizes)
         t = i % g.value_dim
         x = i // g.value_dim
-        group = x // g.landmark_rows
-        end = gone_by(ring_of(meta, g, group), rows)
+        ring = ring_of(meta, g, x // g.landmark_rows)
+        # The first row that evicts, and with it the first block that adds anything.
+        first = evictor_of(ring, 0)
         # An empty far field has no maximum: what the state then holds is not looked at.
-        some = meta[group, FAR] > ti.u32(0)
+        some = meta[x // g.landmark_rows, FAR] > ti.u32(0)
         max_at = g.far_max_mass + x // g.landmarks * 2 * g.landmarks + x % g.landmarks
         mass_at = max_at + g.landmarks
         num_at = g.far_num + x * g.value_dim + t
@@ -351,30 +387,31 @@ def far_commit(
         step = g.groups * g.landmark_rows * g.value_dim
         at = numerator_at(g, 0, x) + t
         coming = 0.0
-        if end > 0:
+        if first < ti.min(rows, TILE):
             coming = scratch[at]
-        for block in range(end // BLOCK + 1):
+        for block in range((rows + TILE - 1) // TILE):
             added = coming
+            last = ti.min(rows, (block + 1) * TILE) - 1
             # Asked for before it is needed: the sums wait for little else.
-            if (block + 1) * BLOCK < end:
+            if first < ti.min(rows, (block + 2) * TILE) and last + 1 < rows:
                 coming = scratch[at + step]
             scratch[at] = numerator
             at += step
             if t == 0:
                 scratch[g.running_max + block_at(g, block, x)] = most
                 scratch[g.running_mass + block_at(g, block, x)] = mass
-            if block * BLOCK < end:
-                peak = scratch[far_peaks_at(g, x) + ti.min((block + 1) * BLOCK, end) - 1]
+            if first <= last:
+                peak = scratch[far_peaks_at(g, x) + last]
                 after = ti.max(most, peak)
                 carry = decay(most - after)
                 share = decay(peak - after)
                 numerator = numerator * carry + added * share
                 mass = mass * carry + scratch[g.block_mass + block_at(g, block, x)] * share
                 most = after
-        next_state[num_at] = ti.select(end > 0, numerator, state[num_at])
+        next_state[num_at] = ti.select(first < rows, numerator, state[num_at])
         if t == 0:
-            next_state[max_at] = ti.select(end > 0, most, state[max_at])
-            next_state[mass_at] = ti.select(end > 0, mass, state[mass_at])
+            next_state[max_at] = ti.select(first < rows, most, state[max_at])
+            next_state[mass_at] = ti.select(first < rows, mass, state[mass_at])
 
 
 # attend_weights -----------------------------------------------------------------------------------
@@ -393,57 +430,61 @@ def mix_apart(
     scratch: ti.template(),
     column: ti.i32,
     logits: ti.i32,
+    apart: ti.template(),
     top_logit: ti.f32,
 ):
     """u of a landmark with all its terms, however far apart: each has a power of two of its own.
 
-    column is where its column of the mix begins, logits where those of the landmark keys do.
+    column is where its column of the mix begins, logits where those of the landmark keys do, which
+    are so many `apart`.
     """
     top = LOWEST_POWER
     for a in range(g.landmarks):
         value, power = split(sealed[column + a * g.landmarks])
         if value != 0.0:
-            _, more = scaled_exp(scratch[logits + a] - top_logit)
+            _, more = scaled_exp(scratch[logits + a * apart] - top_logit)
             top = ti.max(top, more + power)
     u = 0.0
     for a in range(g.landmarks):
         value, power = split(sealed[column + a * g.landmarks])
         if value != 0.0:
-            f, more = scaled_exp(scratch[logits + a] - top_logit)
+            f, more = scaled_exp(scratch[logits + a * apart] - top_logit)
             u += f * value * power_of_two(more + power - top)
     return u, top
 
 
-def make_row_weights(lanes):
-    """What attend_weights does for one row, which has so many threads: 1 on CPUs.
+def make_row_weights(shared, apart):
+    """What attend_weights does for one row, by one thread or by some that share it.
 
-    What the threads of a row tell each other goes through workgroup memory; of the weights in
-    scratch each reads only those that it wrote itself, as not every arch makes others' visible.
+    Neighbouring columns of a row are so many numbers `apart`: on GPUs the rows of a tile lie side
+    by side, so that its threads read side by side. What the threads of a row tell each other goes
+    through workgroup memory; of the weights in scratch each reads only those that it wrote itself,
+    as not every arch makes others' visible.
     """
 
     @ti.func
-    def combined(part: ti.template(), base: ti.i32, lane: ti.i32, x: ti.f32, sums: ti.template()):
+    def combined(
+        part: ti.template(),
+        r: ti.i32,
+        side: ti.i32,
+        lane: ti.i32,
+        lanes: ti.i32,
+        x: ti.f32,
+        sums: ti.template(),
+    ):
         """The largest of what the threads of a row pass, or their sum."""
         result = x
-        if ti.static(lanes > 1):
+        if ti.static(shared):
+            at = PART_AT + r
             ti.simt.block.sync()
-            part[base + lane] = x
+            part[at + lane * side] = x
             ti.simt.block.sync()
-            if lane < 4:
-                for i in range(1, lanes // 4):
-                    other = part[base + lane + 4 * i]
-                    if ti.static(sums):
-                        result += other
-                    else:
-                        result = ti.max(result, other)
-                part[base + lane] = result
-            ti.simt.block.sync()
-            result = part[base]
-            for i in ti.static(range(1, 4)):
+            result = part[at]
+            for i in range(1, lanes):
                 if ti.static(sums):
-                    result += part[base + i]
+                    result += part[at + i * side]
                 else:
-                    result = ti.max(result, part[base + i])
+                    result = ti.max(result, part[at + i * side])
         return result
 
     @ti.func
@@ -452,164 +493,209 @@ def make_row_weights(lanes):
         meta: ti.template(),
         sealed: ti.template(),
         scratch: ti.template(),
-        store: ti.template(),
-        part: ti.template(),
-        base: ti.i32,
-        part_at: ti.i32,
+        us: ti.template(),
+        powers: ti.template(),
+        mosts: ti.template(),
+        at: ti.i32,
+        share_at: ti.i32,
+        store_at: ti.i32,
+        r: ti.i32,
+        side: ti.i32,
         lane: ti.i32,
+        lanes: ti.i32,
+        tile: ti.i32,
         head: ti.i32,
         row: ti.i32,
-        last: ti.i32,
         counts: ti.i32,
         rows: ti.i32,
     ):
         """Logits of a row become the weights of its values (section 4, with its four rules).
 
-        store has from `base` on, by landmark, u, the bits of its power of two, and the weight
-        of the landmark key and then the landmark's maximum. last is the last row of the workgroup;
-        a row that does not count is one of another and writes nothing.
+        The row's columns begin at `at`; they are to be multiplied by its share. It is row r of
+        those `side` by side in three stores, which by landmark have u, the bits of its power of
+        two, and the weight of the landmark key and then the landmark's maximum; on CPUs all three
+        are in one, from `store_at` on. A row that does not count is another one and writes nothing.
         """
         group = head // g.heads
-        query = head % g.heads * head_rows(rows) + row
-        at = weights_at(g, group, query, rows)
-        tile = query // TILE
         ring = ring_of(meta, g, group)
         start = start_of(ring, tile, rows)
+        block = first_row_of(tile, rows) // TILE
         evicted = gone(ring, row)
-        # Columns: the sinks; the keys from `start` on, evicted up to `near`, live up to `coming`,
-        # of rows to come up to `end`; the landmarks.
-        near = g.sinks + evicted - start
-        coming = g.sinks + ring.length + row + 1 - start
-        end = end_of(g, ring, tile, rows)
-        power_at = ti.select(lanes > 1, MAX_LANDMARKS, g.landmarks)
-        most_at = 2 * power_at
+        # Columns: the landmarks; the sinks; the keys from `start` on, evicted up to `near`, live up
+        # to `coming`, of rows to come up to `end`.
+        sinks = at + g.landmarks * apart
+        keys = sinks + g.sinks * apart
+        near = evicted - start
+        coming = ring.length + row + 1 - start
+        end = end_of(g, ring, tile, rows) - g.landmarks - g.sinks
+        u_at = store_at + r
+        power_at = u_at
+        most_at = u_at
+        if ti.static(not shared):
+            power_at += g.landmarks
+            most_at += 2 * g.landmarks
 
         shift = LOWEST
         for c in range(steps(lane, g.sinks, lanes)):
-            shift = ti.max(shift, scratch[at + lane + c * lanes])
-        for c in range(steps(lane, coming - g.sinks, lanes)):
-            column = g.sinks + lane + c * lanes
+            shift = ti.max(shift, scratch[sinks + (lane + c * lanes) * apart])
+        for c in range(steps(lane, coming, lanes)):
+            column = lane + c * lanes
             if column >= near:
-                shift = ti.max(shift, scratch[at + column])
-        shift = combined(part, part_at, lane, shift, False)
+                shift = ti.max(shift, scratch[keys + column * apart])
+        shift = combined(us, r, side, lane, lanes, shift, False)
 
         factor = 0.0
         mass = 0.0
-        if g.landmarks > 0 and gone(ring, last) > 0:
+        if g.landmarks > 0 and gone(ring, last_row_of(tile, rows)) > 0:
             x0 = head * g.landmarks
             mix = g.mix + x0 * g.landmarks
-            running = block_at(g, start // BLOCK, x0)
+            running = block_at(g, block, x0)
             mine = steps(lane, g.landmarks, lanes)
             top_logit = LOWEST
             for c in range(mine):
-                top_logit = ti.max(top_logit, scratch[at + end + lane + c * lanes])
-            top_logit = combined(part, part_at, lane, top_logit, False)
+                top_logit = ti.max(top_logit, scratch[at + (lane + c * lanes) * apart])
+            top_logit = combined(us, r, side, lane, lanes, top_logit, False)
             for c in range(mine):
                 b = lane + c * lanes
-                store[base + most_at + b] = decay(scratch[at + end + b] - top_logit)
-            if ti.static(lanes > 1):
+                mosts[most_at + b * side] = decay(scratch[at + b * apart] - top_logit)
+            if ti.static(shared):
                 ti.simt.block.sync()
-            for c in range(mine):
-                b = lane + c * lanes
-                u = 0.0
-                size = 0.0
-                entry = 0.0
+            for c in range((mine + TOGETHER - 1) // TOGETHER):
+                first = lane + c * TOGETHER * lanes
+                columns = ti.Vector.zero(ti.i32, TOGETHER)
+                u = ti.Vector.zero(ti.f32, TOGETHER)
+                size = ti.Vector.zero(ti.f32, TOGETHER)
+                entry = ti.Vector.zero(ti.f32, TOGETHER)
+                for j in ti.static(range(TOGETHER)):
+                    columns[j] = mix + ti.min(first + j * lanes, g.landmarks - 1)
                 for a in range(g.landmarks):
-                    x = sealed[mix + a * g.landmarks + b]
-                    term = store[base + most_at + a] * x
-                    u += term
-                    size += ti.abs(term)
-                    entry = ti.max(entry, ti.abs(x))
-                power = 0
-                # Terms may be lost below float32, unless what is there dwarfs all that can be lost.
-                if not (size > LEAST_SIZE and size > entry * LEAST_SIZE):
-                    u, power = mix_apart(g, sealed, scratch, mix + b, at + end, top_logit)
-                if g.clamps != 0:
-                    u = ti.max(u, 0.0)
-                store[base + b] = u
-                store[base + power_at + b] = ti.bit_cast(power, ti.f32)
-            if ti.static(lanes > 1):
+                    weight = mosts[most_at + a * side]
+                    for j in ti.static(range(TOGETHER)):
+                        x = sealed[columns[j] + a * g.landmarks]
+                        u[j] += weight * x
+                        size[j] += weight * ti.abs(x)
+                        entry[j] = ti.max(entry[j], ti.abs(x))
+                for j in ti.static(range(TOGETHER)):
+                    b = first + j * lanes
+                    if b < g.landmarks:
+                        mixed = u[j]
+                        power = 0
+                        # Terms may be lost below float32, unless what is there dwarfs all that can
+                        # be lost.
+                        if not (size[j] > LEAST_SIZE and size[j] > entry[j] * LEAST_SIZE):
+                            mixed, power = mix_apart(
+                                g, sealed, scratch, mix + b, at, apart, top_logit
+                            )
+                        if g.clamps != 0:
+                            mixed = ti.max(mixed, 0.0)
+                        us[u_at + b * side] = mixed
+                        powers[power_at + b * side] = ti.bit_cast(power, ti.f32)
+            if ti.static(shared):
                 ti.simt.block.sync()
             # The scale of landmark b is log|u_b| + far_max_b, where far_max_b is that at the row:
-            # of the blocks before, of the rest of this one, of the one that has begun since.
+            # of the blocks before, and of this one up to the row.
             top = LOWEST
             for c in range(mine):
                 b = lane + c * lanes
-                peaks = far_peaks_at(g, x0 + b)
                 most = scratch[g.running_max + running + b]
-                if evicted > start:
-                    most = ti.max(most, scratch[peaks + evicted - 1])
-                if evicted > start + BLOCK:
-                    most = ti.max(most, scratch[peaks + start + BLOCK - 1])
-                store[base + most_at + b] = most
-                u = store[base + b]
-                power = ti.bit_cast(store[base + power_at + b], ti.i32)
+                if near > 0:
+                    most = ti.max(most, scratch[far_peaks_at(g, x0 + b) + row])
+                mosts[most_at + b * side] = most
+                u = us[u_at + b * side]
+                power = ti.bit_cast(powers[power_at + b * side], ti.i32)
                 scale = most + ti.cast(power, ti.f32) * LN2 + ti.log(ti.max(ti.abs(u), 1e-37))
                 if u != 0.0:
                     top = ti.max(top, scale)
-            top = combined(part, part_at, lane, top, False)
-            # Everything far is now relative to exp(top + top_logit): the weight of each landmark at
-            # its maximum, then those of the keys it has seen, in the blocks before and since.
+            top = combined(us, r, side, lane, lanes, top, False)
+            # Everything far is now relative to exp(top + top_logit). With the weights that far_sums
+            # has used, relative to the peak of the block, those of the row's evicted keys are a
+            # product; but where that peak comes later than the row and is far above, a landmark's
+            # factor would overflow, and each key has to be seen from the maximum at the row.
+            leap = LOWEST
             for c in range(mine):
                 b = lane + c * lanes
-                most = store[base + most_at + b]
-                value, power = scaled_exp(most - top)
-                power += ti.bit_cast(store[base + power_at + b], ti.i32)
-                gain = store[base + b] * value * power_of_two(power)
-                store[base + b] = gain
+                most = mosts[most_at + b * side]
+                u = us[u_at + b * side]
+                power = ti.bit_cast(powers[power_at + b * side], ti.i32)
+                value, more = scaled_exp(most - top)
+                gain = u * value * power_of_two(more + power)
+                us[u_at + b * side] = gain
                 old = gain * decay(scratch[g.running_max + running + b] - most)
                 mass += old * scratch[g.running_mass + running + b]
                 if counts != 0:
-                    scratch[at + end + b] = old
-            if ti.static(lanes > 1):
-                ti.simt.block.sync()
-            for c in range(steps(lane, evicted - start, lanes)):
-                key = start + lane + c * lanes
-                logits = far_logits_at(g, x0) + key
-                weight = 0.0
-                for b in range(g.landmarks):
-                    apart = scratch[logits + b * g.room] - store[base + most_at + b]
-                    weight += store[base + b] * decay(apart)
-                mass += weight
-                if counts != 0:
-                    scratch[at + g.sinks + key - start] = weight
-            mass = combined(part, part_at, lane, mass, True)
+                    scratch[at + b * apart] = old
+                if near > 0 and u != 0.0:
+                    peak = scratch[far_peaks_at(g, x0 + b) + last_row_of(tile, rows)]
+                    leap = ti.max(leap, peak - most)
+                    # Of what is below the row's maximum, nothing can overflow.
+                    value, more = scaled_exp(peak - top)
+                    powers[power_at + b * side] = (
+                        u * value * power_of_two(ti.min(more + power, MOST_POWER))
+                    )
+                else:
+                    powers[power_at + b * side] = 0.0
+            leap = combined(us, r, side, lane, lanes, leap, False)
+            for c in range(steps(lane, (near + TOGETHER - 1) // TOGETHER, lanes)):
+                first = (lane + c * lanes) * TOGETHER
+                sums = ti.Vector.zero(ti.f32, TOGETHER)
+                if leap <= MOST_LEAP:
+                    logits = far_weights_at(g, x0) + evictor_of(ring, start + first)
+                    for b in range(g.landmarks):
+                        gain = powers[power_at + b * side]
+                        for j in ti.static(range(TOGETHER)):
+                            sums[j] += gain * scratch[logits + b * g.room + j]
+                else:
+                    logits = far_logits_at(g, x0) + evictor_of(ring, start + first)
+                    for b in range(g.landmarks):
+                        gain = us[u_at + b * side]
+                        most = mosts[most_at + b * side]
+                        for j in ti.static(range(TOGETHER)):
+                            sums[j] += gain * decay(scratch[logits + b * g.room + j] - most)
+                for j in ti.static(range(TOGETHER)):
+                    if first + j < near:
+                        mass += sums[j]
+                        if counts != 0:
+                            scratch[keys + (first + j) * apart] = sums[j]
+            mass = combined(us, r, side, lane, lanes, mass, True)
             # A far field of negative mass, or of none, is dropped, and leaves the shift alone.
             if mass > 0.0:
                 shift = ti.max(shift, top + top_logit)
                 factor = decay(top + top_logit - shift)
 
+        # What attend multiplies by `share` in the end.
         total = 0.0
         for c in range(steps(lane, g.sinks, lanes)):
-            total += decay(scratch[at + lane + c * lanes] - shift)
-        for c in range(steps(lane, coming - g.sinks, lanes)):
-            column = g.sinks + lane + c * lanes
-            if column >= near:
-                total += decay(scratch[at + column] - shift)
-        total = combined(part, part_at, lane, total, True)
-        if factor > 0.0:
-            total += mass * factor
-        share = 1.0 / ti.max(total, FLOOR)
-        if counts != 0:
-            for c in range(steps(lane, g.sinks, lanes)):
-                column = lane + c * lanes
-                scratch[at + column] = decay(scratch[at + column] - shift) * share
-            for c in range(steps(lane, end - g.sinks, lanes)):
-                column = g.sinks + lane + c * lanes
+            column = sinks + (lane + c * lanes) * apart
+            weight = decay(scratch[column] - shift)
+            total += weight
+            if counts != 0:
+                scratch[column] = weight
+        for c in range(steps(lane, (end + TOGETHER - 1) // TOGETHER, lanes) * TOGETHER):
+            # Neighbouring keys together, as above: others are not this thread's to read.
+            column = (lane + c // TOGETHER * lanes) * TOGETHER + c % TOGETHER
+            if column < end:
                 weight = 0.0
                 if column < near:
                     if factor > 0.0:
-                        weight = scratch[at + column] * (factor * share)
+                        weight = scratch[keys + column * apart] * factor
                 elif column < coming:
-                    weight = decay(scratch[at + column] - shift) * share
-                scratch[at + column] = weight
-            for c in range(steps(lane, g.landmarks, lanes)):
-                column = end + lane + c * lanes
-                # Without a far field nobody computed these, so they may hold anything.
-                weight = 0.0
-                if factor > 0.0:
-                    weight = scratch[at + column] * (factor * share)
-                scratch[at + column] = weight
+                    weight = decay(scratch[keys + column * apart] - shift)
+                    total += weight
+                if counts != 0:
+                    scratch[keys + column * apart] = weight
+        for c in range(steps(lane, g.landmarks, lanes)):
+            column = at + (lane + c * lanes) * apart
+            # Without a far field nobody computed these, so they may hold anything.
+            weight = 0.0
+            if factor > 0.0:
+                weight = scratch[column] * factor
+            if counts != 0:
+                scratch[column] = weight
+        total = combined(us, r, side, lane, lanes, total, True)
+        if factor > 0.0:
+            total += mass * factor
+        if counts != 0 and lane == 0:
+            scratch[share_at] = 1.0 / ti.max(total, FLOOR)
 
     return row_weights
 
@@ -619,58 +705,88 @@ def make_row_weights(lanes):
 
 @ti.func
 def ring_commit(
-    count: ti.template(),
-    sizes: ti.template(),
+    g: ti.template(),
     meta: ti.template(),
     state: ti.template(),
     next_state: ti.template(),
     k: ti.template(),
     v: ti.template(),
+    group: ti.i32,
+    slot: ti.i32,
+    first: ti.i32,
+    every: ti.i32,
     first_row: ti.i32,
     rows: ti.i32,
 ):
-    """Each slot keeps what it has, or takes the last row that is due there."""
-    for i in range(count):
-        g = sizes_of(sizes)
-        width = g.head_dim + g.value_dim
-        t = i % width
-        slot = i // width % g.ring
-        group = i // (width * g.ring)
-        ring = ring_of(meta, g, group)
-        at = ring_k_at(g, group, slot) + t
-        if t >= g.head_dim:
-            at = ring_v_at(g, group, slot) + t - g.head_dim
-        x = state[at]
-        if slot < ring.window:
-            key = slot - ring.head
-            key = ti.select(key < 0, key + ring.window, key)
-            if key < ring.length + rows:
-                key += (ring.length + rows - 1 - key) // ring.window * ring.window
-                row = first_row + key - ring.length
-                if key >= ring.length:
-                    if t < g.head_dim:  # noqa: SIM108 - only one of them may be read
-                        x = k[row, group, t]
-                    else:
-                        x = v[row, group, t - g.head_dim]
-        next_state[at] = x
+    """A slot keeps what it has, or takes the last row that is due there: each `every`th element."""
+    ring = ring_of(meta, g, group)
+    k_at = ring_k_at(g, group, slot)
+    v_at = ring_v_at(g, group, slot)
+    key = slot - ring.head
+    key = ti.select(key < 0, key + ring.window, key)
+    if slot < ring.window and key < ring.length + rows:
+        key += (ring.length + rows - 1 - key) // ring.window * ring.window
+    else:
+        key = 0
+    k_steps = (g.head_dim - first + every - 1) // every
+    v_steps = (g.value_dim - first + every - 1) // every
+    if key >= ring.length:
+        row = first_row + key - ring.length
+        for j in range(k_steps):
+            next_state[k_at + first + j * every] = k[row, group, first + j * every]
+        for j in range(v_steps):
+            next_state[v_at + first + j * every] = v[row, group, first + j * every]
+    else:
+        for j in range(k_steps):
+            next_state[k_at + first + j * every] = state[k_at + first + j * every]
+        for j in range(v_steps):
+            next_state[v_at + first + j * every] = state[v_at + first + j * every]
 
 
 @ti.func
 def meta(
-    count: ti.template(),
-    sizes: ti.template(),
+    g: ti.template(),
     before: ti.template(),
     after: ti.template(),
     held: ti.template(),
+    group: ti.i32,
     rows: ti.i32,
 ):
     """Length, head and far count after the rows; held is for the host."""
-    for group in range(count):
-        ring = ring_of(before, sizes_of(sizes), group)
-        evicted = gone_by(ring, rows)
-        after[group, LENGTH] = ti.cast(ring.length + rows - evicted, ti.u32)
-        after[group, HEAD] = ti.cast((ring.head + evicted) % ring.window, ti.u32)
-        after[group, FAR] = before[group, FAR] + ti.cast(evicted, ti.u32)
-        after[group, WINDOW] = before[group, WINDOW]
-        for i in range(4):
-            held[group, i] = after[group, i]
+    ring = ring_of(before, g, group)
+    evicted = gone_by(ring, rows)
+    after[group, LENGTH] = ti.cast(ring.length + rows - evicted, ti.u32)
+    after[group, HEAD] = ti.cast((ring.head + evicted) % ring.window, ti.u32)
+    after[group, FAR] = before[group, FAR] + ti.cast(evicted, ti.u32)
+    after[group, WINDOW] = before[group, WINDOW]
+    for i in range(4):
+        held[group, i] = after[group, i]
+
+
+@ti.func
+def commit(
+    sizes: ti.template(),
+    meta_in: ti.template(),
+    state: ti.template(),
+    meta_out: ti.template(),
+    next_state: ti.template(),
+    held: ti.template(),
+    k: ti.template(),
+    v: ti.template(),
+    first: ti.i32,
+    every: ti.i32,
+    item: ti.i32,
+    first_row: ti.i32,
+    rows: ti.i32,
+):
+    """Part of what commits: a slot of a ring, or one of the groups behind all slots."""
+    g = sizes_of(sizes)
+    slots = g.groups * g.ring
+    if item < slots:
+        if asked(g, RING_COMMIT) != 0:
+            group, slot = item // g.ring, item % g.ring
+            ring_commit(
+                g, meta_in, state, next_state, k, v, group, slot, first, every, first_row, rows
+            )
+    elif first == 0 and asked(g, META) != 0:
+        meta(g, meta_in, meta_out, held, item - slots, rows)

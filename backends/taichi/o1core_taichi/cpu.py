@@ -5,11 +5,12 @@ since that would change its order.
 """
 
 from o1core_taichi.common import (
-    BLOCK,
     TILE,
-    end_of,
+    commit,
+    evictor_of,
     far_logits_at,
     far_weights_at,
+    first_row_of,
     gone,
     gone_by,
     head_rows,
@@ -24,14 +25,24 @@ from o1core_taichi.common import (
     sizes_of,
     slot_of,
     start_of,
-    weights_at,
 )
 from o1core_taichi.language import ti
 
 WIDTH = 16
 """Sums side by side."""
 
-row_weights = make_row_weights(1)
+row_weights = make_row_weights(False, 1)
+
+
+@ti.func
+def weights_at(g: ti.template(), group: ti.i32, query: ti.i32, rows: ti.i32) -> ti.i32:
+    """The columns of a query: landmarks, sinks, keys from the first that its tile sees."""
+    return g.weights + (group * g.heads * head_rows(rows) + query) * g.stride
+
+
+@ti.func
+def share_at(g: ti.template(), group: ti.i32, query: ti.i32, rows: ti.i32) -> ti.i32:
+    return g.shares + group * g.heads * head_rows(rows) + query
 
 
 @ti.func
@@ -86,6 +97,7 @@ def far_e(
         query = g.q_landmarks + x * g.head_dim
         to = far_logits_at(g, x)
         end = gone_by(ring, rows)
+        to += evictor_of(ring, 0)
         for key in range(ti.min(end, ring.length)):
             at = ring_k_at(g, group, slot_of(ring, key))
             scratch[to + key] = dot(sealed, query, 0, state, at, 0, g.head_dim) * g.scale
@@ -110,7 +122,7 @@ def summed(
 ):
     """So many neighbouring elements of a block's numerator, from t on."""
     group = x // g.landmark_rows
-    weights = far_weights_at(g, x)
+    weights = far_weights_at(g, x) + evictor_of(ring, 0)
     sums = ti.Vector.zero(ti.f32, width)
     for key in range(first, ti.min(end, ring.length)):
         weight = scratch[weights + key]
@@ -140,11 +152,10 @@ def far_sums(
     for x in range(count):
         g = sizes_of(sizes)
         ring = ring_of(meta, g, x // g.landmark_rows)
-        all_gone = gone_by(ring, rows)
-        for block in range((all_gone + BLOCK - 1) // BLOCK):
+        for block in range((rows + TILE - 1) // TILE):
             to = numerator_at(g, block, x)
-            first = block * BLOCK
-            end = ti.min(all_gone, first + BLOCK)
+            first = gone_by(ring, block * TILE)
+            end = gone_by(ring, ti.min(rows, block * TILE + TILE))
             for i in range(g.value_dim // WIDTH):
                 t = i * WIDTH
                 sums = summed(g, ring, state, scratch, v, x, first, end, first_row, t, WIDTH)
@@ -180,6 +191,11 @@ def attend_logits(
         ring = ring_of(meta, g, group)
         evicted = gone(ring, row)
         q_row = first_row + row
+        if evicted > 0:
+            for b in range(g.landmarks):
+                at = k_landmark_at(g, group, b)
+                scratch[to + b] = dot(q, q_row, head, sealed, at, 0, g.head_dim) * g.scale
+        to += g.landmarks
         for c in range(g.sinks):
             at = sink_k_at(g, group, c)
             scratch[to + c] = dot(q, q_row, head, sealed, at, 0, g.head_dim) * g.scale
@@ -190,11 +206,6 @@ def attend_logits(
         for key in range(ti.max(evicted, ring.length), ring.length + row + 1):
             k_row = first_row + key - ring.length
             scratch[near + key] = dot(q, q_row, head, k, k_row, group, g.head_dim) * g.scale
-        if evicted > 0:
-            end = to + end_of(g, ring, tile, rows)
-            for b in range(g.landmarks):
-                at = k_landmark_at(g, group, b)
-                scratch[end + b] = dot(q, q_row, head, sealed, at, 0, g.head_dim) * g.scale
 
 
 @ti.func
@@ -210,9 +221,31 @@ def attend_weights(
     for i in range(count):
         g = sizes_of(sizes)
         row = i % rows
+        head = i // rows
+        query = head % g.heads * head_rows(rows) + row
+        at = weights_at(g, head // g.heads, query, rows)
+        share = share_at(g, head // g.heads, query, rows)
         store = g.landmark_store + i * 3 * g.landmarks
         row_weights(
-            g, meta, sealed, scratch, scratch, scratch, store, 0, 0, i // rows, row, row, 1, rows
+            g,
+            meta,
+            sealed,
+            scratch,
+            scratch,
+            scratch,
+            scratch,
+            at,
+            share,
+            store,
+            0,
+            1,
+            0,
+            1,
+            query // TILE,
+            head,
+            row,
+            1,
+            rows,
         )
 
 
@@ -237,10 +270,11 @@ def weighted(
     tile = query // TILE
     at = weights_at(g, group, query, rows)
     start = start_of(ring, tile, rows)
-    near = at + g.sinks - start
+    sinks = at + g.landmarks
+    near = sinks + g.sinks - start
     sums = ti.Vector.zero(ti.f32, width)
     for c in range(g.sinks):
-        weight = scratch[at + c]
+        weight = scratch[sinks + c]
         value = sink_v_at(g, group, c) + t
         for x in ti.static(range(width)):
             sums[x] += weight * sealed[value + x]
@@ -256,12 +290,15 @@ def weighted(
             sums[x] += weight * v[v_row, group, t + x]
     # Before the first key is evicted there are no far numerators.
     if gone(ring, row) > 0:
-        end = at + end_of(g, ring, tile, rows)
+        block = first_row_of(tile, rows) // TILE
         for b in range(g.landmarks):
-            weight = scratch[end + b]
-            value = numerator_at(g, start // BLOCK, head * g.landmarks + b) + t
+            weight = scratch[at + b]
+            value = numerator_at(g, block, head * g.landmarks + b) + t
             for x in ti.static(range(width)):
                 sums[x] += weight * scratch[value + x]
+    share = scratch[share_at(g, group, query, rows)]
+    for x in ti.static(range(width)):
+        sums[x] *= share
     return sums
 
 
@@ -295,3 +332,22 @@ def attend(
         for t in range(g.value_dim // WIDTH * WIDTH, g.value_dim):
             one = weighted(g, ring, state, sealed, scratch, v, head, row, first_row, rows, t, 1)
             out[to, head, t] = one[0]
+
+
+@ti.func
+def commit_all(
+    count: ti.template(),
+    sizes: ti.template(),
+    meta_in: ti.template(),
+    state: ti.template(),
+    meta_out: ti.template(),
+    next_state: ti.template(),
+    held: ti.template(),
+    k: ti.template(),
+    v: ti.template(),
+    first_row: ti.i32,
+    rows: ti.i32,
+):
+    """ring_commit and meta."""
+    for item in range(count):
+        commit(sizes, meta_in, state, meta_out, next_state, held, k, v, 0, 1, item, first_row, rows)

@@ -17,10 +17,8 @@ from o1core.config import Geometry
 from o1core.errors import BackendUnavailable
 from o1core.executor import Buffers, DeviceRows, Executor
 from o1core.layout import Meta, as_meta, buffers, state_buffers
-from o1core.plan import Plan
+from o1core.plan import MAX_SCRATCH, STRATEGIES, Plan, Slab
 from o1core_taichi.common import (
-    BAND,
-    BLOCK,
     FIELDS,
     MAX_LANDMARKS,
     SEALED,
@@ -30,6 +28,7 @@ from o1core_taichi.common import (
 )
 from o1core_taichi.kernels import call_on_cpu, call_on_gpu
 from o1core_taichi.language import NAME, ti
+from o1core_taichi.launch import launch
 from o1core_taichi.resident import resident
 from o1core_taichi.runtime import (
     ARCHES,
@@ -43,8 +42,8 @@ from o1core_taichi.runtime import (
 
 __all__ = ["TaichiExecutor", "TaichiState"]
 
-SCRATCH_BUDGET, CPU_SCRATCH_BUDGET = 2**28, 2**24
-"""Bytes; calls that need more run in slabs of rows."""
+CPU_SCRATCH = 2**24
+"""Bytes on CPUs, which gain nothing from more than their caches hold."""
 ARRAY_BUDGET = 2**24
 """Bytes of a host array in one launch, which has a copy of it on the device."""
 KEPT_SCRATCH = 4
@@ -106,8 +105,10 @@ class TaichiExecutor(Executor):
 
     name = "taichi"
     auto_rank: ClassVar[int] = 10
+    strategies = STRATEGIES[::-1]
 
     def __init__(self, runtime: Runtime, device: Any = None) -> None:
+        self.use_strategy(None)
         self._asked = device
         self._staging: list[F32] = []
         self._use(runtime)
@@ -115,18 +116,22 @@ class TaichiExecutor(Executor):
     def _use(self, runtime: Runtime) -> None:
         self.device, self.software = runtime.name, runtime.software
         self.detail = "the host's runtime" if runtime.adopted else ""
+        self.max_scratch = CPU_SCRATCH if runtime.arch == "cpu" else MAX_SCRATCH
         self._runtime = runtime
         self._scratch: OrderedDict[Geometry, Scratch] = OrderedDict()
         self._notes: dict[int, dict[str, Any]] = {}
         self._reasons: dict[Geometry, list[str]] = {}
 
     @classmethod
-    def open(cls, device: Any = None) -> Self:
+    def open(cls, device: Any = None, *, strategy: str | None = None) -> Self:
         """An executor on an arch: "cuda", "vulkan", "metal", "cpu", `None` for the best there is.
 
-        See `o1core_taichi.runtime.open_runtime`, also for what it raises.
+        strategy: "whole-call", which it takes by itself, or "sub-chunk". See
+        `o1core_taichi.runtime.open_runtime`, also for what it raises.
         """
-        return cls(open_runtime(device), device)
+        executor = cls(open_runtime(device), device)
+        executor.use_strategy(strategy)
+        return executor
 
     @classmethod
     def why_not_auto(cls, device: Any = None) -> str:
@@ -138,7 +143,11 @@ class TaichiExecutor(Executor):
 
     @classmethod
     def variants(cls) -> Mapping[str, Mapping[str, Any]]:
-        return {f"{cls.name}-{arch}": {"device": arch} for arch in ARCHES}
+        return {
+            f"{cls.name}-{arch}{suffix}": {"device": arch, **options}
+            for arch in ARCHES
+            for suffix, options in (("", {}), ("-sub-chunk", {"strategy": "sub-chunk"}))
+        }
 
     @property
     def on_cpu(self) -> bool:
@@ -240,29 +249,36 @@ class TaichiExecutor(Executor):
     def run(self, plan: Plan, handle: TaichiState, q: F32, k: F32, v: F32, out: F32) -> Meta:
         g = plan.geometry
         widest = 4 * max(g.heads, g.groups) * max(g.head_dim, g.value_dim)
-        # In one slab, too: a launch may spoil what it does not write of an array of the host.
-        most = min(max(TILE, ARRAY_BUDGET // widest // TILE * TILE), _slab(g, self.on_cpu))
+        most = max(TILE, ARRAY_BUDGET // widest // TILE * TILE)
         held = np.empty((g.groups, 4), np.uint32)
         with handle.runtime.using():
-            for first in range(0, plan.rows, most):
-                part = slice(first, first + most)
-                rows = q[part], k[part], v[part]
-                if handle.runtime.copies:
-                    self._launch_between_copies(handle, rows, out[part], held)
-                else:
-                    self.launch(
-                        handle, rows if self.on_cpu else self._staged(rows), out[part], held
-                    )
+            # In a launch of its own each, with arrays of its own: a launch may spoil what it does
+            # not write of an array of the host.
+            for first, rows_of_slab in plan.slabs:
+                for at in range(first, first + rows_of_slab, most):
+                    part = slice(at, min(at + most, first + rows_of_slab))
+                    rows = q[part], k[part], v[part]
+                    slabs = (Slab(0, len(rows[0])),)
+                    if handle.runtime.copies:
+                        self._launch_between_copies(handle, slabs, rows, out[part], held)
+                    else:
+                        staged = rows if self.on_cpu else self._staged(rows)
+                        self.launch(handle, slabs, staged, out[part], held)
             ti.sync()
         return as_meta(held)
 
     def _launch_between_copies(
-        self, handle: TaichiState, rows: Rows, out: F32, held: npt.NDArray[np.uint32]
+        self,
+        handle: TaichiState,
+        slabs: Sequence[Slab],
+        rows: Rows,
+        out: F32,
+        held: npt.NDArray[np.uint32],
     ) -> None:
         runtime = handle.runtime
         q, k, v = (runtime.upload(x, ti.f32) for x in rows)
         on_device = runtime.array(ti.f32, out.shape), runtime.array(ti.u32, held.shape)
-        self.launch(handle, (q, k, v), *on_device)
+        self.launch(handle, slabs, (q, k, v), *on_device)
         for array, to in zip(on_device, (out, held), strict=True):
             runtime.download(array, to)
 
@@ -284,8 +300,8 @@ class TaichiExecutor(Executor):
     def steps(
         self, plan: Plan, handle: TaichiState, q: F32, k: F32, v: F32, out: F32
     ) -> Iterator[tuple[str, ...]] | None:
-        if plan.rows > _slab(plan.geometry, self.on_cpu):
-            return None  # scratch has no room for all rows, and every slab runs all stages
+        if len(plan.slabs) != 1:
+            return None  # every slab runs all stages
         return self._steps(plan, handle, (q, k, v), out)
 
     def _steps(
@@ -296,7 +312,8 @@ class TaichiExecutor(Executor):
         call = call_on_cpu if self.on_cpu else call_on_gpu
         with runtime.using():
             now, then = handle.current, _moving(runtime, g)
-            shapes = _scratch_shapes(g, TILE, self.on_cpu)
+            room = -(-plan.rows // TILE) * TILE
+            shapes = _scratch_shapes(g, room, self.on_cpu)
             scratch = runtime.array(ti.f32, _total(shapes))
             held = runtime.array(ti.u32, (g.groups, 4))
             qkv: tuple[Any, ...] = rows
@@ -307,12 +324,15 @@ class TaichiExecutor(Executor):
                 result = runtime.array(ti.f32, out.shape)
         shown = handle.stopped = self.read(handle)
         try:
+            mask = 0
             for stage, kernel in enumerate(STAGES):
+                mask |= 1 << stage
                 if kernel not in writes:
-                    continue
+                    continue  # the next one needs it
                 with runtime.using():
                     sizes = runtime.array(ti.i32, len(FIELDS))
-                    sizes.from_numpy(_sizes(g, TILE, shapes, 1 << stage))
+                    sizes.from_numpy(_sizes(g, room, shapes, mask))
+                    mask = 0
                     moving = now.meta, now.state, handle.sealed, then.meta, then.state
                     call(0, plan.rows, sizes, *moving, scratch, *qkv, result, held)
                     ti.sync()
@@ -331,31 +351,25 @@ class TaichiExecutor(Executor):
     def device_rows(self, values: Mapping[str, Any]) -> DeviceRows | None:
         return resident(self, self._runtime, values)
 
-    def launch(self, handle: TaichiState, qkv: tuple[Any, Any, Any], out: Any, held: Any) -> None:
-        """Run all rows of q, k and v, in slabs that the scratch has room for.
+    def launch(
+        self,
+        handle: TaichiState,
+        slabs: Sequence[Slab],
+        qkv: tuple[Any, Any, Any],
+        out: Any,
+        held: Any,
+    ) -> None:
+        """Run the slabs of a plan, or of a part of one.
 
         Arrays of the host, of the language or of torch; held `[G, 4]` gets the meta.
         """
-        g, rows = handle.geometry, out.shape[0]
+        g = handle.geometry
         call = call_on_cpu if self.on_cpu else call_on_gpu
-        slab = _slab(g, self.on_cpu)
-        for first in range(0, rows, slab):
-            count = min(slab, rows - first)
+        for first, count in slabs:
             scratch, now, then = self._scratch_for(g, count), handle.current, handle.target()
-            call(
-                first,
-                count,
-                scratch.sizes,
-                now.meta,
-                now.state,
-                handle.sealed,
-                then.meta,
-                then.state,
-                scratch.array,
-                *qkv,
-                out,
-                held,
-            )
+            moving = now.meta, now.state, handle.sealed, then.meta, then.state
+            arrays = scratch.sizes, *moving, scratch.array, *qkv, out, held
+            launch(self._runtime, call, (first, count), arrays)
             handle.current = then
 
     def notes_for(self, groups: int) -> dict[str, Any]:
@@ -372,7 +386,7 @@ class TaichiExecutor(Executor):
         found = self._scratch.get(g)
         if found is None or found.rows < rows:
             self._scratch.pop(g, None)
-            room = min(max(TILE, 1 << (rows - 1).bit_length()), _slab(g, self.on_cpu))
+            room = -(-rows // TILE) * TILE
             shapes = _scratch_shapes(g, room, self.on_cpu)
             sizes = self._runtime.array(ti.i32, len(FIELDS))
             sizes.from_numpy(_sizes(g, room, shapes))
@@ -412,8 +426,9 @@ def _shapes(g: Geometry, names: tuple[str, ...]) -> Shapes:
 
 def _scratch_shapes(g: Geometry, rows: int, on_cpu: bool) -> Shapes:
     """Of the parts of scratch in a call of so many rows; see `o1core_taichi.common`."""
-    landmark_rows, blocks = g.heads * g.landmarks, rows // BLOCK + 1
-    queries = g.heads * -(-rows // TILE) * TILE
+    landmark_rows, blocks = g.heads * g.landmarks, -(-rows // TILE)
+    rows = blocks * TILE
+    near = g.sinks + g.ring + rows
     return {
         "far_logits": (landmark_rows, rows),
         "far_peaks": (landmark_rows, rows),
@@ -422,22 +437,18 @@ def _scratch_shapes(g: Geometry, rows: int, on_cpu: bool) -> Shapes:
         "running_max": (blocks, landmark_rows),
         "running_mass": (blocks, landmark_rows),
         "numerators": (blocks, landmark_rows, g.value_dim),
-        "weights": (queries, g.sinks + g.ring + BAND + g.landmarks),
+        "weights": (g.heads * rows, g.landmarks + g.sinks + g.ring + TILE),
+        "shares": (g.heads * rows,),
+        "keys": (0,) if on_cpu else (g.groups, g.landmarks + near, g.head_dim),
+        "values": (0,) if on_cpu else (g.groups, near, g.value_dim),
         # On GPUs this is in workgroup memory.
-        "landmark_store": (queries, 3, g.landmarks) if on_cpu else (0,),
+        "landmark_store": (g.heads * rows, 3, g.landmarks) if on_cpu else (0,),
     }
 
 
 def _total(shapes: Shapes) -> int:
     """Elements of an array with these parts; none is empty."""
     return max(1, sum(map(math.prod, shapes.values())))
-
-
-@lru_cache(maxsize=64)
-def _slab(g: Geometry, on_cpu: bool) -> int:
-    """Rows of a launch, whole tiles: what the budget has room for."""
-    budget = CPU_SCRATCH_BUDGET if on_cpu else SCRATCH_BUDGET
-    return max(1, budget // (4 * _total(_scratch_shapes(g, TILE, on_cpu)))) * TILE
 
 
 def _sizes(

@@ -8,24 +8,20 @@ kernel cost far less than several launches from Python.
 from o1core_taichi import cpu, gpu
 from o1core_taichi.common import (
     ATTEND,
-    BLOCK,
     F1,
     F3,
     F4,
     FAR_COMMIT,
     FAR_E,
+    FAR_SUMS,
     I1,
     I2,
-    META,
-    RING_COMMIT,
     TILE,
     U2,
     asked,
     far_commit,
     far_peaks,
     head_rows,
-    meta,
-    ring_commit,
     sizes_of,
 )
 from o1core_taichi.language import ti
@@ -53,21 +49,19 @@ def call_on_cpu(
     g = sizes_of(sizes)
     landmark_rows = g.groups * g.landmark_rows
     e_rows = landmark_rows * asked(g, FAR_E)
-    blocks = e_rows * ((rows + BLOCK - 1) // BLOCK)
-    sum_rows = landmark_rows * asked(g, FAR_COMMIT)
-    elements = sum_rows * g.value_dim
+    sum_rows = landmark_rows * asked(g, FAR_SUMS)
+    peaks = sum_rows * ((rows + TILE - 1) // TILE)
+    elements = landmark_rows * g.value_dim * asked(g, FAR_COMMIT)
     queries = g.groups * g.heads * rows * asked(g, ATTEND)
-    slots = g.groups * g.ring * (g.head_dim + g.value_dim) * asked(g, RING_COMMIT)
-    groups = g.groups * asked(g, META)
+    items = g.groups * (g.ring + 1)
     cpu.far_e(e_rows, sizes, meta_in, state, sealed, scratch, k, first_row, rows)
-    far_peaks(blocks, sizes, meta_in, scratch, rows)
+    far_peaks(peaks, sizes, meta_in, scratch, rows)
     cpu.far_sums(sum_rows, sizes, meta_in, state, scratch, v, first_row, rows)
     far_commit(elements, sizes, meta_in, state, next_state, scratch, rows)
     cpu.attend_logits(queries, sizes, meta_in, state, sealed, scratch, q, k, first_row, rows)
     cpu.attend_weights(queries, sizes, meta_in, sealed, scratch, rows)
     cpu.attend(queries, sizes, meta_in, state, sealed, scratch, v, out, first_row, rows)
-    ring_commit(slots, sizes, meta_in, state, next_state, k, v, first_row, rows)
-    meta(groups, sizes, meta_in, meta_out, held, rows)
+    cpu.commit_all(items, sizes, meta_in, state, meta_out, next_state, held, k, v, first_row, rows)
 
 
 @ti.kernel
@@ -89,33 +83,48 @@ def call_on_gpu(
 ):
     """As `call_on_cpu`."""
     g = sizes_of(sizes)
-    blocks = (rows + BLOCK - 1) // BLOCK
+    blocks = (rows + TILE - 1) // TILE
     landmarks = (g.landmark_rows + TILE - 1) // TILE
-    values = (g.value_dim + TILE - 1) // TILE
-    queries = (g.heads * head_rows(rows) + TILE - 1) // TILE
-    columns = (g.stride + TILE - 1) // TILE
-    quads = (rows + gpu.TOGETHER - 1) // gpu.TOGETHER
+    row_wides = (rows + gpu.WIDE - 1) // gpu.WIDE
+    value_wides = (g.value_dim + gpu.WIDE - 1) // gpu.WIDE
+    column_wides = (g.stride + gpu.WIDE - 1) // gpu.WIDE
+    tiles = (g.heads * head_rows(rows) + TILE - 1) // TILE
+    parts = TILE // gpu.rows_side_by_side(g.landmarks)
     far_groups = g.groups * asked(g, FAR_E)
-    e_threads = far_groups * blocks * landmarks * gpu.THREADS
-    peaks = far_groups * g.landmark_rows * blocks
-    sum_groups = g.groups * asked(g, FAR_COMMIT)
-    sum_threads = sum_groups * blocks * landmarks * values * gpu.THREADS
-    elements = sum_groups * g.landmark_rows * g.value_dim
+    sum_groups = g.groups * asked(g, FAR_SUMS)
     attend_groups = g.groups * asked(g, ATTEND)
-    logit_threads = attend_groups * queries * columns * gpu.THREADS
-    weight_threads = attend_groups * g.heads * quads * gpu.TOGETHER * gpu.LANES
-    attend_threads = attend_groups * queries * values * gpu.THREADS
-    slots = g.groups * g.ring * (g.head_dim + g.value_dim) * asked(g, RING_COMMIT)
-    groups = g.groups * asked(g, META)
-    gpu.far_e(e_threads, sizes, meta_in, state, sealed, scratch, k, first_row, rows)
+    gathers = ti.max(far_groups, ti.max(sum_groups, attend_groups)) * gpu.gathered(g, rows)
+    moves = (gathers + g.groups * (g.ring + 1)) * gpu.THREADS
+    e_threads = far_groups * row_wides * landmarks * gpu.THREADS
+    peaks = sum_groups * g.landmark_rows * blocks
+    sum_threads = sum_groups * blocks * landmarks * value_wides * gpu.THREADS
+    elements = g.groups * asked(g, FAR_COMMIT) * g.landmark_rows * g.value_dim
+    logit_threads = attend_groups * tiles * column_wides * gpu.THREADS
+    weight_threads = attend_groups * tiles * parts * gpu.ROW_THREADS
+    attend_threads = attend_groups * tiles * value_wides * gpu.THREADS
+    gpu.move(
+        moves,
+        gathers,
+        sizes,
+        meta_in,
+        state,
+        sealed,
+        meta_out,
+        next_state,
+        scratch,
+        held,
+        k,
+        v,
+        first_row,
+        rows,
+    )
+    gpu.far_e(e_threads, sizes, meta_in, sealed, scratch, rows)
     far_peaks(peaks, sizes, meta_in, scratch, rows)
-    gpu.far_sums(sum_threads, sizes, meta_in, state, scratch, v, first_row, rows)
+    gpu.far_sums(sum_threads, sizes, meta_in, scratch, rows)
     far_commit(elements, sizes, meta_in, state, next_state, scratch, rows)
-    gpu.attend_logits(logit_threads, sizes, meta_in, state, sealed, scratch, q, k, first_row, rows)
+    gpu.attend_logits(logit_threads, sizes, meta_in, scratch, q, first_row, rows)
     gpu.attend_weights(weight_threads, sizes, meta_in, sealed, scratch, rows)
-    gpu.attend(attend_threads, sizes, meta_in, state, sealed, scratch, v, out, first_row, rows)
-    ring_commit(slots, sizes, meta_in, state, next_state, k, v, first_row, rows)
-    meta(groups, sizes, meta_in, meta_out, held, rows)
+    gpu.attend(attend_threads, sizes, meta_in, scratch, out, first_row, rows)
 
 
 # Rows on the device -------------------------------------------------------------------------------

@@ -122,7 +122,7 @@ class Resident(DeviceRows):
             if limits is not None:
                 bits = [int(np.float32(limits[name]).view(np.int32)) for name in rows]
                 check_rows(*qkv, *bits, notes["found"])
-            self._executor.launch(handle, qkv, out, notes["held"])
+            self._executor.launch(handle, plan.slabs, qkv, out, notes["held"])
             if limits is not None:
                 report(out, notes["held"], notes["found"], told)
                 ti.sync()

@@ -60,8 +60,9 @@ UNMADE = (
     f"the host has declared fields of {NAME} that are not made yet, and a call in another thread "
     f"than that of {IMPORTED_AS}.init() would destroy them: call {IMPORTED_AS}.sync() there first"
 )
-SPARE_BYTES = 2**26
-"""Of arrays that nobody has any more, kept for others of their sizes."""
+SPARE_BYTES, SPARE_GPU_BYTES = 2**26, 2**28
+"""Of arrays that nobody has any more, kept for others of their sizes: to make the output of a long
+call anew each time would take a third of the call on a large GPU."""
 
 lock = threading.RLock()
 """Held by whoever uses the language: it does not expect more than one thread."""
@@ -80,6 +81,8 @@ class Runtime:
         self.arch = _arch_of_program()
         self.adopted = adopted
         self.name, self.software = _describe(self.arch)
+        on_cpu = self.arch == "cpu" or self.software
+        self._spare_bytes = SPARE_BYTES if on_cpu else SPARE_GPU_BYTES
         # Fields are made by the next launch, which on these arches must be in the thread that has
         # called ti.init(). Which one that was of the host's is not known: the main one, probably.
         self._makes_fields_in = 0
@@ -94,6 +97,8 @@ class Runtime:
         # Arrays that nobody has any more: whoever dropped them may be in the middle of anything.
         self._returned: deque[dict[str, Any]] = deque()
         self._spare: OrderedDict[tuple[Any, tuple[int, ...]], list[dict[str, Any]]] = OrderedDict()
+        self.launches: dict[Any, Any] = {}
+        """What is known of kernels that were launched; see `o1core_taichi.launch`."""
         self._context: Any = _CudaContext() if self.arch == "cuda" else nullcontext()
 
     def __repr__(self) -> str:
@@ -174,7 +179,7 @@ class Runtime:
                 array = Array.__new__(Array)
                 array.__dict__.update(spare.pop())
                 return array
-            self._delete(SPARE_BYTES)
+            self._delete(self._spare_bytes)
             try:
                 return Array(self, dtype, sizes)
             except RuntimeError as fault:
@@ -211,7 +216,7 @@ class Runtime:
                 if not _depth:
                     self._collect()
                     with self._context, suppress(RuntimeError):  # which the next use meets too
-                        self._delete(SPARE_BYTES)
+                        self._delete(self._spare_bytes)
             finally:
                 lock.release()
 
