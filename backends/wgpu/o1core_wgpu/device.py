@@ -26,7 +26,6 @@ __all__ = ["DeviceLostError", "Gpu", "open_gpu", "software_adapter"]
 STORAGE_LIMIT = "max-storage-buffers-per-shader-stage"
 STORAGE_BUFFERS = 13
 """What the original's attend binds; o1core's own kernels bind 7."""
-UNIFORM_BYTES = 48
 ADAPTER_NAME = "WGPUPY_WGPU_ADAPTER_NAME"
 """wgpu's own variable, by which hosts and CI pick an adapter for every program."""
 
@@ -131,7 +130,7 @@ class Gpu:
             STORAGE_LIMIT: kernels.storage_buffers,
             "max-bindings-per-bind-group": max(kernels.interface.bindings) + 1,
             "max-dynamic-uniform-buffers-per-pipeline-layout": 1,
-            "max-uniform-buffer-binding-size": UNIFORM_BYTES,
+            "max-uniform-buffer-binding-size": kernels.uniform_bytes,
             "max-compute-invocations-per-workgroup": max(map(prod, sizes)),
             "max-compute-workgroups-per-dimension": MAX_WORKGROUPS,
             **{
@@ -167,7 +166,7 @@ class Gpu:
                     {
                         "binding": number,
                         "visibility": wgpu.ShaderStage.COMPUTE,
-                        "buffer": _binding_type(kernels.interface.bindings[number].access),
+                        "buffer": _binding_type(kernels, number),
                     }
                     for number in entry.bindings
                 ]
@@ -227,9 +226,10 @@ def _name(adapter: wgpu.GPUAdapter) -> str:
     return f"{info['device'] or info['description']} ({kind}, {info['backend_type']})"
 
 
-def _binding_type(access: str) -> dict[str, Any]:
+def _binding_type(kernels: KernelSet, number: int) -> dict[str, Any]:
+    access, size = kernels.interface.bindings[number].access, kernels.uniform_bytes
     if access == "uniform":
-        return {"type": "uniform", "has_dynamic_offset": True, "min_binding_size": UNIFORM_BYTES}
+        return {"type": "uniform", "has_dynamic_offset": True, "min_binding_size": size}
     return {"type": "storage" if access == "read_write" else "read-only-storage"}
 
 

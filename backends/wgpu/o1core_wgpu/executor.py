@@ -20,7 +20,7 @@ from o1core.errors import BackendUnavailable
 from o1core.executor import Buffers, Executor
 from o1core.layout import Buffer, Meta, Strategy, as_meta, buffers, state_buffers
 from o1core.plan import MAX_SCRATCH, MAX_SUB_CHUNK, Plan
-from o1core_wgpu.device import UNIFORM_BYTES, Gpu, open_gpu, software_adapter
+from o1core_wgpu.device import Gpu, open_gpu, software_adapter
 from o1core_wgpu.kernel_set import GivenKernels, KernelSet, own_kernels
 from o1core_wgpu.source import ENVIRONMENT, load
 from o1core_wgpu.workspace import (
@@ -281,24 +281,24 @@ class WgpuExecutor(Executor):
         return self._steps(plan, handle, (q, k, v, out))
 
     def _steps(self, plan: Plan, handle: WgpuState, rows: Rows) -> Iterator[tuple[str, ...]]:
-        kernels = {f"o1b_{dispatch.kernel}": dispatch.kernel for dispatch in plan.dispatches}
+        asked = {dispatch.kernel for dispatch in plan.dispatches}
         (piece,) = self._pieces(plan)
         with self._using(handle) as gpu:
             # A workspace of its own: what is in scratch must outlast calls between the steps.
             call = self._call(Workspace(gpu), plan, handle, piece, rows)
         for step in call.program:
-            kernel = kernels.get(step.entry_point)
+            done = self._kernels.completes.get(step.entry_point, ())
             with self._using(handle) as gpu:
-                if kernel == "attend":
+                if "attend" in done:
                     staging = gpu.buffer(call.told_bytes, STAGING)
                     self._submit(call, (step,), staging)
                     call.read_back(staging)
                 else:
                     self._submit(call, (step,))
-                if kernel == "meta":
+                if "meta" in done:
                     handle.meta = _read_meta(handle)
-            if kernel is not None:
-                yield (kernel,)
+            if finished := tuple(kernel for kernel in done if kernel in asked):
+                yield finished
 
     def _call(
         self, work: Workspace, plan: Plan, handle: WgpuState, piece: Piece, rows: Rows
@@ -479,7 +479,7 @@ class WgpuExecutor(Executor):
         }
         resources.update({b.binding: bound[b.name] for b in buffers(g, 1) if b.name in bound})
         resources[SCRATCH] = Bound(scratch, 0, scratch.size)
-        resources[PARAMETERS] = Bound(uniforms, 0, UNIFORM_BYTES)
+        resources[PARAMETERS] = Bound(uniforms, 0, self._kernels.uniform_bytes)
         groups = {}
         for name, pipeline in self._pipelines.items():
             entries = []

@@ -10,10 +10,11 @@ from __future__ import annotations
 import hashlib
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
-from typing import NamedTuple
+from itertools import accumulate
+from typing import ClassVar, NamedTuple
 
 from o1core.config import MAX_ROWS, Geometry
 from o1core.layout import Strategy
@@ -24,6 +25,8 @@ from o1core_wgpu.source import Source
 __all__ = ["MAX_WORKGROUPS", "GivenKernels", "KernelSet", "Launch", "OwnKernels"]
 
 FM = 1 << 8
+UNIFORM_WORDS = 12
+"""Of the interface; o1core's own kernels are given more."""
 MAX_WORKGROUPS = 65535
 """In one dimension, on every device."""
 
@@ -60,6 +63,14 @@ class KernelSet(ABC):
         """What the kernels cannot do with this geometry, whatever the device."""
 
     strategies: tuple[Strategy, ...] = ("sub-chunk",)
+
+    uniform_bytes: int = 4 * UNIFORM_WORDS
+    """Bytes of the uniform."""
+
+    completes: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        f"o1b_{name}": (name,) for name in ("far_e", "attend", "far_commit", "ring_commit", "meta")
+    }
+    """The plan's kernels whose work is done once an entry point has run."""
 
     def most_rows(self, g: Geometry) -> int:
         """Rows of a slab whose launches stay within the grid of every device."""
@@ -103,10 +114,17 @@ class OwnKernels(KernelSet):
     these rows evict are known when it starts.
     """
 
-    ROWS, COLUMNS, BLOCK, BAND, PADS = 32, 64, 64, 100, 3
-    MAX_LANDMARKS = 192
+    TILE, WIDE = 64, 128
+    MAX_LANDMARKS = 256
     label = "o1core's own WGSL"
     strategies = STRATEGIES[::-1]
+    uniform_bytes = 4 * (UNIFORM_WORDS + 11)
+    completes: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "o1b_logits": ("far_e",),
+        "o1b_far_sums": ("far_sums",),
+        "o1b_commit": ("far_commit", "ring_commit", "meta"),
+        "o1b_attend": ("attend",),
+    }
 
     def __init__(self) -> None:
         self.text = files("o1core_wgpu").joinpath("kernels.wgsl").read_text("utf-8")
@@ -117,24 +135,45 @@ class OwnKernels(KernelSet):
             return []
         return [f"landmarks must be at most {self.MAX_LANDMARKS}, got {g.landmarks}"]
 
-    def _floats(self, g: Geometry, rows: int) -> int:
-        """Scratch of a slab of `rows` rows, as kernels.wgsl lays it out."""
-        plane = g.heads * g.landmarks
-        keys = rows + self.PADS
-        blocks = _tiles(keys, self.BLOCK)
-        row = _tiles(g.sinks, 4) * 4 + g.ring + self.BAND + g.landmarks
-        far = plane * (2 * keys + 2 + (3 + g.value_dim) * blocks)
-        return far + g.heads * self._padded(rows) * row
+    def _parts(self, g: Geometry, rows: int) -> dict[str, int]:
+        """The parts of scratch for a slab of `rows` rows, in quads, as kernels.wgsl has them."""
+        blocks, tiles = _tiles(rows, self.TILE), self._query_tiles(g, rows)
+        marks = g.heads_per_group * _tiles(g.landmarks, 4)
+        keys = g.groups * (g.sinks + g.ring + rows)
+        far = g.groups * blocks * self.TILE * marks
+        return {
+            "rings": 2 * g.groups,
+            "keys": keys * _tiles(g.head_dim, 4),
+            "values": keys * _tiles(g.value_dim, 4),
+            "far_logits": far,
+            "far_peaks": far,
+            "far_weights": far,
+            "block_mass": g.groups * blocks * marks,
+            "running": g.groups * blocks * marks * 4,
+            "numerators": g.groups * blocks * marks * 4 * _tiles(g.value_dim, 4),
+            "weights": g.groups * tiles * self._columns(g) * self.TILE // 4,
+            "shares": g.groups * tiles * self.TILE // 4,
+        }
 
-    def _padded(self, rows: int) -> int:
-        return rows if rows < self.ROWS else _tiles(rows, self.ROWS) * self.ROWS
+    def _columns(self, g: Geometry) -> int:
+        """Of a tile of queries: all that a row can see, and what the rows of its tile see beyond."""
+        return g.landmarks + g.sinks + g.ring + self.TILE
+
+    def _query_tiles(self, g: Geometry, rows: int) -> int:
+        """Tiles of a group's queries: long calls give a head whole tiles, shorter ones quads."""
+        quantum = 4 if rows < self.TILE else self.TILE
+        return _tiles(g.heads_per_group * _tiles(rows, quantum) * quantum, self.TILE)
 
     def most_rows(self, g: Geometry) -> int:
-        # The rows of all heads are one dimension of the tiles, and rows another of ring_commit.
-        return min(MAX_WORKGROUPS, MAX_WORKGROUPS * self.ROWS // g.heads_per_group - self.ROWS)
+        # One dimension counts tiles of queries by tiles of columns, another the keys side by side.
+        wides = _tiles(max(self._columns(g), g.value_dim), self.WIDE)
+        parts = self.TILE // 4  # of a tile, in which weights has it at most
+        tiles = MAX_WORKGROUPS // max(parts, wides) // (g.heads_per_group + 1)
+        return max(1, min(tiles * self.TILE, MAX_WORKGROUPS - g.sinks - g.ring))
 
     def scratch_bytes(self, plan: Plan) -> int:
-        return 4 * self._floats(plan.geometry, max(slab.rows for slab in plan.slabs))
+        rows = max(slab.rows for slab in plan.slabs)
+        return 16 * sum(self._parts(plan.geometry, rows).values())
 
     def launches(self, plan: Plan, slabs: Sequence[Slab]) -> list[Launch]:
         start = slabs[0].first_row
@@ -145,33 +184,28 @@ class OwnKernels(KernelSet):
         ]
 
     def _of_slab(self, g: Geometry, first_row: int, rows: int) -> list[Launch]:
-        uniform = _uniform(g, first_row, rows)
+        starts = accumulate(self._parts(g, rows).values(), initial=0)
+        uniform = _uniform(g, first_row, rows) + struct.pack("<11I", *list(starts)[:-1])
         return [Launch(entry_point, grid, uniform) for entry_point, grid in self._grids(g, rows)]
 
     def _grids(self, g: Geometry, rows: int) -> list[tuple[str, tuple[int, int, int]]]:
         """The launches of a slab: entry points and workgroups, as kernels.wgsl names them."""
-        blocks = _tiles(rows + self.PADS, self.BLOCK)
-        marks = g.heads_per_group * g.landmarks
-        down = _tiles(g.heads_per_group * self._padded(rows), self.ROWS)
-        # A row's window, what the rows of its tile see beyond it, and the rest of a block.
-        keys = g.ring + min(self.BAND, rows + 2 * self.PADS)
-        columns = _tiles(_tiles(g.sinks, 4) * 4 + keys + g.landmarks, self.COLUMNS)
-        wide = _tiles(g.value_dim, self.COLUMNS)
-        far: list[tuple[str, tuple[int, int, int]]] = []
-        if g.landmarks:
-            far = [
-                ("o1b_far_e", (_tiles(marks, self.ROWS), blocks, g.groups)),
-                ("o1b_far_sums", (wide, _tiles(marks, self.ROWS), blocks * g.groups)),
-                ("o1b_far_commit", (wide, marks, g.groups)),
-            ]
-        return [
-            *far,
-            ("o1b_attend_logits", (columns, down, g.groups)),
-            ("o1b_attend_weights", (_tiles(rows, 4), g.heads_per_group, g.groups)),
-            ("o1b_attend", (wide, down, g.groups)),
-            ("o1b_ring_commit", (rows, g.groups, 1)),
-            ("o1b_meta", (1, 1, 1)),
+        blocks, tiles = _tiles(rows, self.TILE), self._query_tiles(g, rows)
+        marks = _tiles(g.heads_per_group * _tiles(g.landmarks, 4), self.TILE // 4)
+        values = _tiles(g.value_dim, self.WIDE)
+        far_logits = marks * _tiles(rows, self.WIDE)
+        logits = far_logits + tiles * _tiles(self._columns(g), self.WIDE)
+        # Quads of rows that a workgroup has side by side, so that their landmarks fit its memory.
+        side = next(x for x in (8, 4, 2, 1) if x == 1 or x * _tiles(g.landmarks, 4) * 4 <= 256)
+        launches = [
+            ("o1b_gather", (g.sinks + g.ring + rows, g.groups, 1)),
+            ("o1b_logits", (logits, g.groups, 1)),
+            ("o1b_far_sums", (values * marks, blocks, g.groups)),
+            ("o1b_commit", (1 + min(rows, g.ring) + g.heads_per_group * g.landmarks, g.groups, 1)),
+            ("o1b_weights", (tiles * 16 // side, g.groups, 1)),
+            ("o1b_attend", (values * tiles, g.groups, 1)),
         ]
+        return [launch for launch in launches if 0 not in launch[1]]
 
 
 class GivenKernels(KernelSet):

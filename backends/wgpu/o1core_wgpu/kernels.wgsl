@@ -3,29 +3,29 @@
 // Names: G groups, H heads a group, d and dv the widths, S sinks, W the ring's slots, w the group's
 // window, m landmarks. The keys of a group are numbered: those of the ring, oldest first, then the
 // rows of the call. Row i sees the last w of them up to itself; those before number `gone(i)` are
-// evicted by then. The first key has number `pad`, 0 to 3, so that the rows begin at a multiple of
-// four: four neighbours then always lie in one buffer.
+// evicted by then.
 //
-// Evicted keys go far in blocks of 64. A tile of rows reads the far sums as they are before its first
-// row's block, and the keys evicted since then one by one; so all rows are computed together.
+// Rows are computed in tiles of 64 queries, and what 64 rows evict goes far together, as a block. So
+// the rows of a tile read the far sums from before their own block, and of that block, key by key,
+// what is evicted by then. A far key is known by the row that evicts it: there is at most one a
+// group.
 //
-//     far_e         landmark logits of the evicted keys, and the largest of each block
-//     far_sums      what each block adds to the far sums
-//     far_commit    running sums over the blocks; the last are the layer's new state
-//     attend_logits, attend_weights, attend      the rows: logits, softmax, values
-//     ring_commit, meta                          the rest of the state
+//     gather     keys and values of a group side by side, in the order of their numbers
+//     logits     of the evicted keys with the landmark queries, and of the rows with all they see
+//     far_sums   what each block adds to the far sums
+//     commit     running sums over the blocks, the last are the layer's; then the ring and meta
+//     weights    the logits of the rows become the weights of their values
+//     attend     weights times values
 //
-// The matrix products make tiles of 32 x 64 results, a workgroup each, from slices of 32 terms that
-// are staged in workgroup memory. Rows of a tile are queries of one head, or of several where a call
-// has less than 32 rows: all heads of a group share its keys.
+// The matrix products make tiles of 64 x 128 results, a workgroup of 128 threads each, from slices of
+// 16 terms that are staged in workgroup memory.
 //
 // Every loop around a barrier has bounds that are equal in the whole workgroup.
 
-const BLOCK = 64u;      // evicted keys that go far together
-const ROWS = 32u;       // of a tile
-const COLUMNS = 64u;    // of a tile
-const DEPTH = 32u;      // terms staged at a time
-const BAND = 100u;      // numbers that a tile of rows spans beyond W, at most
+const TILE = 64u;       // rows of a tile, and rows whose evicted keys make a block
+const WIDE = 128u;      // columns of a tile
+const DEPTH = 16u;      // terms staged at a time
+const THREADS = 128u;   // of every workgroup but those that only move numbers
 
 const LOWEST = -3.0e38;
 const FLOOR = 1e-30;
@@ -48,6 +48,18 @@ struct Call {
     groups: u32,
     first_row: u32,         // of the n rows, in q, k, v and out
     unused: u32,
+    // Where the parts of scratch begin, in quads.
+    rings: u32,
+    keys: u32,
+    values: u32,
+    far_logits: u32,
+    far_peaks: u32,
+    far_weights: u32,
+    block_mass: u32,
+    running: u32,
+    numerators: u32,
+    weights: u32,
+    shares: u32,
 }
 
 @group(0) @binding(0) var<storage, read_write> group_meta: array<u32>;
@@ -63,58 +75,18 @@ struct Call {
 @group(0) @binding(10) var<storage, read> q: array<f32>;
 @group(0) @binding(11) var<storage, read> k: array<f32>;
 @group(0) @binding(12) var<storage, read> v: array<f32>;
-@group(0) @binding(13) var<storage, read_write> scratch: array<f32>;
+@group(0) @binding(13) var<storage, read_write> scratch: array<vec4<f32>>;
 @group(0) @binding(14) var<storage, read_write> result: array<f32>;
 @group(0) @binding(15) var<uniform> call: Call;
 
-// Where a group's ring stands before the call, and the number of its first key.
-struct Ring {
-    length: u32,
-    head: u32,
-    far: u32,
-    window: u32,
-    pad: u32,
-}
+const QUAD = vec4<u32>(0u, 1u, 2u, 3u);
 
-var<workgroup> shared_ring: Ring;
-
-fn stored_ring(group: u32) -> Ring {
-    let at = group * 4u;
-    let length = group_meta[at];
-    let window = select(group_meta[at + 3u], call.ring, group_meta[at + 3u] == 0u);
-    return Ring(length, group_meta[at + 1u], group_meta[at + 2u], window, (4u - (length & 3u)) & 3u);
-}
-
-// The same, known to be equal in the whole workgroup; a barrier.
-fn ring_of(group: u32, thread: u32) -> Ring {
-    if (thread == 0u) {
-        shared_ring = stored_ring(group);
-    }
-    return workgroupUniformLoad(&shared_ring);
-}
-
-// The number of the first key that is still live once `rows` rows were pushed.
-fn gone_by(ring: Ring, rows: u32) -> u32 {
-    let held = ring.length + rows;
-    return ring.pad + select(0u, held - ring.window, held > ring.window);
-}
-
-fn gone(ring: Ring, row: u32) -> u32 {
-    return gone_by(ring, row + 1u);
-}
-
-// The number of the first row.
-fn row_key(ring: Ring) -> u32 {
-    return ring.pad + ring.length;
+fn quads(numbers: u32) -> u32 {
+    return (numbers + 3u) / 4u;
 }
 
 fn sinks() -> u32 {
     return (call.sinks_rectifier & 255u) | ((call.sinks_rectifier >> 9u) << 8u);
-}
-
-// Columns of the sinks: a multiple of four.
-fn sink_columns() -> u32 {
-    return (sinks() + 3u) & ~3u;
 }
 
 fn clamps_weights() -> bool {
@@ -130,723 +102,790 @@ fn decays(x: vec4<f32>) -> vec4<f32> {
     return exp(clamp(x, vec4<f32>(-200.0), vec4<f32>()));
 }
 
-// Scratch ----------------------------------------------------------------------------------------
+// Keys -------------------------------------------------------------------------------------------
+
+// Where a group's ring stands before the call.
+struct Ring {
+    length: u32,
+    head: u32,
+    window: u32,
+    some: bool,     // whether there is a far field already
+}
+
+fn stored_ring(group: u32) -> Ring {
+    let at = group * 4u;
+    let window = select(group_meta[at + 3u], call.ring, group_meta[at + 3u] == 0u);
+    return Ring(group_meta[at], group_meta[at + 1u], window, group_meta[at + 2u] > 0u);
+}
+
+// The kernels after gather have it from scratch, where meta may be written at the same time. Halves
+// of 16 bits, since a float holds no more than 24.
+fn put_ring(group: u32, ring: Ring) {
+    let at = call.rings + 2u * group;
+    let low = vec3<u32>(ring.length, ring.head, ring.window) & vec3<u32>(0xffffu);
+    let high = vec3<u32>(ring.length, ring.head, ring.window) >> vec3<u32>(16u);
+    scratch[at] = vec4<f32>(vec3<f32>(low), select(0.0, 1.0, ring.some));
+    scratch[at + 1u] = vec4<f32>(vec3<f32>(high), 0.0);
+}
+
+fn gathered_ring(group: u32) -> Ring {
+    let at = call.rings + 2u * group;
+    let low = scratch[at];
+    let numbers = vec3<u32>(low.xyz) + (vec3<u32>(scratch[at + 1u].xyz) << vec3<u32>(16u));
+    return Ring(numbers.x, numbers.y, numbers.z, low.w > 0.0);
+}
+
+struct SharedRing {
+    length: u32,
+    head: u32,
+    window: u32,
+    some: u32,
+}
+
+var<workgroup> shared_ring: SharedRing;
+
+// The same, known to be equal in the whole workgroup; a barrier.
+fn ring_of(group: u32, thread: u32) -> Ring {
+    if (thread == 0u) {
+        let ring = gathered_ring(group);
+        shared_ring = SharedRing(ring.length, ring.head, ring.window, select(0u, 1u, ring.some));
+    }
+    let ring = workgroupUniformLoad(&shared_ring);
+    return Ring(ring.length, ring.head, ring.window, ring.some != 0u);
+}
+
+// The number of the first key that is still live once `rows` rows were pushed.
+fn gone_by(ring: Ring, rows: u32) -> u32 {
+    let held = ring.length + rows;
+    return select(0u, held - ring.window, held > ring.window);
+}
+
+fn gone(ring: Ring, row: u32) -> u32 {
+    return gone_by(ring, row + 1u);
+}
+
+// The row that evicts a key.
+fn evictor_of(ring: Ring, key: u32) -> u32 {
+    return key + ring.window - ring.length;
+}
+
+// The key that a row evicts; the first one for rows that evict none.
+fn evicted_by(ring: Ring, row: u32) -> u32 {
+    let first = evictor_of(ring, 0u);
+    return max(row, first) - first;
+}
+
+// Keys that a group has among those side by side, and those for which there is room.
+fn near_keys(ring: Ring) -> u32 {
+    return sinks() + ring.length + call.rows;
+}
+
+fn room_for_keys() -> u32 {
+    return sinks() + call.ring + call.rows;
+}
+
+fn key_at(group: u32, number: u32) -> u32 {
+    return call.keys + (group * room_for_keys() + number) * quads(call.head_dim);
+}
+
+fn value_at(group: u32, number: u32) -> u32 {
+    return call.values + (group * room_for_keys() + number) * quads(call.value_dim);
+}
+
+// gather -----------------------------------------------------------------------------------------
 //
-// [n+3, G, H*m] twice   by key: landmark logits of the evicted ones, and the largest up to each in
-//                       its block
-// [G, H*m] twice        far maximum and mass before the call
-// [blocks, G, H*m] thrice   the mass of a block; the running maximum and mass before it
-// [blocks, G, H*m, dv]  the numerator of a block, then the running one before it
-// [G, H*rows, stride]   logits of the rows, then their weights: sinks, keys, landmarks
+// Its quads end in zeros where a width is no multiple of four.
 
-fn landmark_rows() -> u32 {
-    return call.heads_per_group * call.landmarks;
+fn row_place(group: u32, row: u32) -> u32 {
+    return (call.first_row + row) * call.groups + group;
 }
 
-// Numbers that evicted keys can have, and their blocks.
-fn old_keys() -> u32 {
-    return call.rows + 3u;
+fn sink_key(at: u32, left: u32) -> vec4<f32> {
+    let i = at + min(QUAD, vec4<u32>(left - 1u));
+    return select(vec4<f32>(), vec4<f32>(sink_k[i.x], sink_k[i.y], sink_k[i.z], sink_k[i.w]),
+                  QUAD < vec4<u32>(left));
 }
 
-fn blocks() -> u32 {
-    return (old_keys() + BLOCK - 1u) / BLOCK;
+fn sink_value(at: u32, left: u32) -> vec4<f32> {
+    let i = at + min(QUAD, vec4<u32>(left - 1u));
+    return select(vec4<f32>(), vec4<f32>(sink_v[i.x], sink_v[i.y], sink_v[i.z], sink_v[i.w]),
+                  QUAD < vec4<u32>(left));
 }
 
-// One number for each landmark row of each group.
-fn plane() -> u32 {
-    return call.groups * landmark_rows();
+fn ring_key(at: u32, left: u32) -> vec4<f32> {
+    let i = at + min(QUAD, vec4<u32>(left - 1u));
+    return select(vec4<f32>(), vec4<f32>(ring_k[i.x], ring_k[i.y], ring_k[i.z], ring_k[i.w]),
+                  QUAD < vec4<u32>(left));
 }
 
-fn far_logit_at(group: u32, key: u32, row: u32) -> u32 {
-    return key * plane() + group * landmark_rows() + row;
+fn ring_value(at: u32, left: u32) -> vec4<f32> {
+    let i = at + min(QUAD, vec4<u32>(left - 1u));
+    return select(vec4<f32>(), vec4<f32>(ring_v[i.x], ring_v[i.y], ring_v[i.z], ring_v[i.w]),
+                  QUAD < vec4<u32>(left));
 }
 
-fn far_peak_at(group: u32, key: u32, row: u32) -> u32 {
-    return (old_keys() + key) * plane() + group * landmark_rows() + row;
+fn row_key(at: u32, left: u32) -> vec4<f32> {
+    let i = at + min(QUAD, vec4<u32>(left - 1u));
+    return select(vec4<f32>(), vec4<f32>(k[i.x], k[i.y], k[i.z], k[i.w]), QUAD < vec4<u32>(left));
 }
 
-const BEFORE_MAX = 0u;
-const BEFORE_MASS = 1u;
-
-fn before_at(kind: u32, group: u32, row: u32) -> u32 {
-    return (2u * old_keys() + kind) * plane() + group * landmark_rows() + row;
+fn row_value(at: u32, left: u32) -> vec4<f32> {
+    let i = at + min(QUAD, vec4<u32>(left - 1u));
+    return select(vec4<f32>(), vec4<f32>(v[i.x], v[i.y], v[i.z], v[i.w]), QUAD < vec4<u32>(left));
 }
 
-const BLOCK_MASS = 0u;
-const RUNNING_MAX = 1u;
-const RUNNING_MASS = 2u;
-
-fn block_at(kind: u32, block: u32, group: u32, row: u32) -> u32 {
-    return (2u * old_keys() + 2u + kind * blocks() + block) * plane()
-        + group * landmark_rows() + row;
+// Workgroups: (sinks, slots and rows, G).
+@compute @workgroup_size(64)
+fn o1b_gather(
+    @builtin(workgroup_id) workgroup: vec3<u32>,
+    @builtin(local_invocation_index) thread: u32,
+) {
+    let group = workgroup.y;
+    let number = workgroup.x;
+    let ring = stored_ring(group);
+    let d = call.head_dim;
+    let dv = call.value_dim;
+    if (number == 0u && thread == 0u) {
+        put_ring(group, ring);
+    }
+    if (number >= near_keys(ring)) {
+        return;
+    }
+    let key = number - min(number, sinks());
+    let slot = ring.head + key;
+    let in_ring = group * call.ring + select(slot, slot - ring.window, slot >= ring.window);
+    let row = row_place(group, key - min(key, ring.length));
+    for (var i = thread; i < quads(d); i += 64u) {
+        var quad = vec4<f32>();
+        if (number < sinks()) {
+            quad = sink_key((group * sinks() + number) * d + 4u * i, d - 4u * i);
+        } else if (key < ring.length) {
+            quad = ring_key(in_ring * d + 4u * i, d - 4u * i);
+        } else {
+            quad = row_key(row * d + 4u * i, d - 4u * i);
+        }
+        scratch[key_at(group, number) + i] = quad;
+    }
+    for (var i = thread; i < quads(dv); i += 64u) {
+        var quad = vec4<f32>();
+        if (number < sinks()) {
+            quad = sink_value((group * sinks() + number) * dv + 4u * i, dv - 4u * i);
+        } else if (key < ring.length) {
+            quad = ring_value(in_ring * dv + 4u * i, dv - 4u * i);
+        } else {
+            quad = row_value(row * dv + 4u * i, dv - 4u * i);
+        }
+        scratch[value_at(group, number) + i] = quad;
+    }
 }
 
-fn numerator_at(block: u32, group: u32, row: u32) -> u32 {
-    return (2u * old_keys() + 2u + 3u * blocks()) * plane()
-        + (block * plane() + group * landmark_rows() + row) * call.value_dim;
-}
+// Queries ----------------------------------------------------------------------------------------
+//
+// The queries of a group are numbered head by head. In long calls every head is given whole tiles; in
+// shorter ones whole quads, so that several heads share a tile: they see the same keys. Numbers
+// without a row stand for the last row of their head, and nobody asks what becomes of them.
 
-fn weight_at(group: u32, row: u32) -> u32 {
-    let stride = sink_columns() + call.ring + BAND + call.landmarks;
-    return (2u * old_keys() + 2u + (3u + call.value_dim) * blocks()) * plane()
-        + (group * all_rows() + row) * stride;
-}
-
-// Rows that a head takes up among the rows of tiles: tiles of long calls belong to one head.
+// Numbers that a head takes up.
 fn head_rows() -> u32 {
-    return select((call.rows + ROWS - 1u) / ROWS * ROWS, call.rows, call.rows < ROWS);
+    return select((call.rows + TILE - 1u) / TILE * TILE, quads(call.rows) * 4u, call.rows < TILE);
 }
 
-fn all_rows() -> u32 {
+fn all_queries() -> u32 {
     return call.heads_per_group * head_rows();
+}
+
+fn tiles() -> u32 {
+    return (all_queries() + TILE - 1u) / TILE;
 }
 
 // What the rows of a tile have in common.
 struct Span {
-    last_row: u32,      // of the call
-    first_head: u32,
-    last_head: u32,
-    block: u32,         // whose running far sums they read
-    start: u32,         // its first key
-    keys: u32,          // columns for keys, from that one on
+    first_row: u32,     // of the call
+    last_row: u32,
+    start: u32,         // the first key they see: those before were evicted by rows before
+    end: u32,           // columns: landmarks, sinks, then keys from the start on
 }
 
 fn span_of(tile: u32, ring: Ring) -> Span {
-    let each = head_rows();
-    let first = tile * ROWS;
-    let last = min(first + ROWS, all_rows()) - 1u;
-    let heads = vec2<u32>(first, last) / each;
-    var rows = vec2<u32>(0u, call.rows - 1u);
-    if (call.rows >= ROWS) {
-        rows = vec2<u32>(first % each, min(last % each, call.rows - 1u));
-    }
-    let block = gone(ring, rows.x) / BLOCK;
-    let start = block * BLOCK;
-    let keys = (row_key(ring) + rows.y + 1u - start + 3u) & ~3u;
-    return Span(rows.y, heads.x, heads.y, block, start, keys);
+    let first = select(tile * TILE % head_rows(), 0u, call.rows < TILE);
+    let last = min(first + TILE, call.rows) - 1u;
+    let start = gone_by(ring, first);
+    return Span(first, last, start, call.landmarks + sinks() + ring.length + last + 1u - start);
 }
 
-// Sources ----------------------------------------------------------------------------------------
+// The columns of a tile, each with a quad for every four of its rows.
+fn tile_weights_at(group: u32, tile: u32) -> u32 {
+    let columns = call.landmarks + sinks() + call.ring + TILE;
+    return call.weights + (group * tiles() + tile) * columns * 16u;
+}
+
+fn shares_at(group: u32, tile: u32) -> u32 {
+    return call.shares + (group * tiles() + tile) * 16u;
+}
+
+// Far sums ---------------------------------------------------------------------------------------
 //
-// Keys and values lie in several buffers. A place is an element of one of them, with the buffer's
-// number in the two highest bits; nothing bound is larger than 2^30 elements.
+// Marks are the landmarks of all heads of a group; a head's are filled up to whole quads, with copies
+// of its last one.
 
-const FROM_SINKS = 0u;
-const FROM_RING = 0x40000000u;
-const FROM_ROWS = 0x80000000u;
-const FROM_LANDMARKS = 0xc0000000u;
-const PLACE = 0x3fffffffu;
-const QUAD = vec4<u32>(0u, 1u, 2u, 3u);
-
-// The slots of keys by their age; a remainder would cost more than the rest.
-fn slots(ring: Ring, age: vec4<u32>) -> vec4<u32> {
-    let slot = ring.head + age;
-    return select(slot, slot - ring.window, slot >= vec4<u32>(ring.window));
+fn mark_quads() -> u32 {
+    return call.heads_per_group * quads(call.landmarks);
 }
 
-// The places of four neighbouring keys or values, the first a multiple of four; where there is none,
-// that of another.
-fn places(group: u32, ring: Ring, first: u32, width: u32) -> vec4<u32> {
-    let key = first + QUAD;
-    if (first < row_key(ring)) {
-        let age = max(key, vec4<u32>(ring.pad)) - ring.pad;
-        return FROM_RING + (group * call.ring + slots(ring, age)) * width;
-    }
-    let row = min(key - row_key(ring), vec4<u32>(call.rows - 1u));
-    return FROM_ROWS + ((call.first_row + row) * call.groups + group) * width;
+fn blocks() -> u32 {
+    return (call.rows + TILE - 1u) / TILE;
 }
 
-// The place of one.
-fn place(group: u32, ring: Ring, key: u32, width: u32) -> u32 {
-    if (key < row_key(ring)) {
-        let slot = ring.head + max(key, ring.pad) - ring.pad;
-        let wrapped = select(slot, slot - ring.window, slot >= ring.window);
-        return FROM_RING + (group * call.ring + wrapped) * width;
-    }
-    let row = min(key - row_key(ring), call.rows - 1u);
-    return FROM_ROWS + ((call.first_row + row) * call.groups + group) * width;
+// A quad of marks for each row that evicts a key, among far_logits, far_peaks and far_weights.
+fn far_at(group: u32, row: u32) -> u32 {
+    return (group * blocks() * TILE + row) * mark_quads();
 }
 
-// Tiles ------------------------------------------------------------------------------------------
+// Likewise for each block.
+fn block_mass_at(group: u32, block: u32) -> u32 {
+    return call.block_mass + (group * blocks() + block) * mark_quads();
+}
 
-// A thread makes 8 x 8 results of the tile's 32 x 64: rows 4y to 4y+3 and 16 further down, columns 4x
-// to 4x+3 and 32 further right. Two halves of the workgroup do so, with half of the terms each, and
-// join them at the end: small calls have few tiles, and need the threads. The arrays hold four rows
-// (columns) of one term in a vec4; padding spreads the stores over the memory banks. Everything is
-// written out, since registers cannot be indexed by a loop's variable.
-const STRIDE_A = 9u;
-const STRIDE_B = 17u;
-var<workgroup> tile_a: array<vec4<f32>, 288>;
-var<workgroup> tile_b: array<vec4<f32>, 544>;
+// Maximum and mass before a block.
+fn running_at(group: u32, block: u32, mark: u32) -> u32 {
+    return call.running + (group * blocks() + block) * mark_quads() * 4u + mark;
+}
 
-struct Row {
-    left: vec4<f32>,
-    right: vec4<f32>,
+fn numerator_at(group: u32, block: u32, mark: u32) -> u32 {
+    return call.numerators
+        + ((group * blocks() + block) * mark_quads() * 4u + mark) * quads(call.value_dim);
+}
+
+// The landmark, counted over all heads of all groups, that a mark stands for.
+fn landmark_of(group: u32, mark: u32) -> u32 {
+    let each = quads(call.landmarks) * 4u;
+    let head = min(mark / each, call.heads_per_group - 1u);
+    let b = min(mark - head * each, call.landmarks - 1u);
+    return (group * call.heads_per_group + head) * call.landmarks + b;
+}
+
+// Products ---------------------------------------------------------------------------------------
+
+// A thread makes 8 x 8 results: rows 4y.. and 32 + 4y.. of the tile, columns 4x.. and 64 + 4x.. of it.
+// The arrays hold four rows (columns) of one term in a quad; padding spreads the stores over the
+// memory banks. Everything is written out, since registers cannot be indexed by a loop's variable.
+const STRIDE_A = 17u;
+const STRIDE_B = 33u;
+var<workgroup> tile_a: array<vec4<f32>, 272>;
+var<workgroup> tile_b: array<vec4<f32>, 528>;
+
+struct Quarter {
+    row0: vec4<f32>,
+    row1: vec4<f32>,
+    row2: vec4<f32>,
+    row3: vec4<f32>,
 }
 
 struct Sums {
-    row0: Row,
-    row1: Row,
-    row2: Row,
-    row3: Row,
-    row4: Row,
-    row5: Row,
-    row6: Row,
-    row7: Row,
+    upper_left: Quarter,
+    upper_right: Quarter,
+    lower_left: Quarter,
+    lower_right: Quarter,
 }
 
-fn add_to_row(row: Row, a: f32, b: Row) -> Row {
-    return Row(row.left + a * b.left, row.right + a * b.right);
+fn no_sums() -> Sums {
+    let none = Quarter(vec4<f32>(), vec4<f32>(), vec4<f32>(), vec4<f32>());
+    return Sums(none, none, none, none);
 }
 
-fn add_term(sums: Sums, at_a: u32, at_b: u32) -> Sums {
-    let upper = tile_a[at_a];
-    let lower = tile_a[at_a + 4u];
-    let b = Row(tile_b[at_b], tile_b[at_b + 8u]);
+fn add_outer(sums: Quarter, a: vec4<f32>, b: vec4<f32>) -> Quarter {
+    return Quarter(sums.row0 + a.x * b, sums.row1 + a.y * b, sums.row2 + a.z * b,
+                   sums.row3 + a.w * b);
+}
+
+fn add_term(sums: Sums, a: u32, b: u32) -> Sums {
+    let upper = tile_a[a];
+    let lower = tile_a[a + 8u];
+    let left = tile_b[b];
+    let right = tile_b[b + 16u];
     return Sums(
-        add_to_row(sums.row0, upper.x, b),
-        add_to_row(sums.row1, upper.y, b),
-        add_to_row(sums.row2, upper.z, b),
-        add_to_row(sums.row3, upper.w, b),
-        add_to_row(sums.row4, lower.x, b),
-        add_to_row(sums.row5, lower.y, b),
-        add_to_row(sums.row6, lower.z, b),
-        add_to_row(sums.row7, lower.w, b),
+        add_outer(sums.upper_left, upper, left),
+        add_outer(sums.upper_right, upper, right),
+        add_outer(sums.lower_left, lower, left),
+        add_outer(sums.lower_right, lower, right),
     );
 }
 
-// Adds the staged terms of a thread's half; threads without results pass `terms` 0.
-fn add_staged(start: Sums, thread: u32, terms: u32) -> Sums {
-    let half = thread / 32u * 16u;
-    let a = half * STRIDE_A + thread / 8u % 4u;
-    let b = half * STRIDE_B + thread % 8u;
+fn add_staged(start: Sums, y: u32, x: u32) -> Sums {
     var sums = start;
-    for (var i = 0u; i < terms; i += 2u) {
-        sums = add_term(sums, i * STRIDE_A + a, i * STRIDE_B + b);
-        sums = add_term(sums, (i + 1u) * STRIDE_A + a, (i + 1u) * STRIDE_B + b);
+    for (var i = 0u; i < DEPTH; i += 2u) {
+        sums = add_term(sums, i * STRIDE_A + y, i * STRIDE_B + x);
+        sums = add_term(sums, (i + 1u) * STRIDE_A + y, (i + 1u) * STRIDE_B + x);
     }
     return sums;
 }
 
-// Four rows of results: the first half of the workgroup has the upper ones, the second the lower.
-struct Rows {
-    row0: Row,
-    row1: Row,
-    row2: Row,
-    row3: Row,
-}
-
-fn put_row(at: u32, row: Row) {
-    tile_b[at] = row.left;
-    tile_b[at + 32u] = row.right;
-}
-
-fn add_row(at: u32, row: Row) -> Row {
-    return Row(row.left + tile_b[at], row.right + tile_b[at + 32u]);
-}
-
-// The results of both halves, added up.
-fn joined(sums: Sums, thread: u32) -> Rows {
-    let upper = thread < 32u;
-    var own = Rows(sums.row0, sums.row1, sums.row2, sums.row3);
-    var other = Rows(sums.row4, sums.row5, sums.row6, sums.row7);
-    if (!upper) {
-        own = Rows(sums.row4, sums.row5, sums.row6, sums.row7);
-        other = Rows(sums.row0, sums.row1, sums.row2, sums.row3);
-    }
-    let to = thread % 32u + select(0u, 256u, upper);
-    workgroupBarrier();
-    put_row(to, other.row0);
-    put_row(to + 64u, other.row1);
-    put_row(to + 128u, other.row2);
-    put_row(to + 192u, other.row3);
-    workgroupBarrier();
-    let at = thread % 32u + select(256u, 0u, upper);
-    return Rows(add_row(at, own.row0), add_row(at + 64u, own.row1),
-                add_row(at + 128u, own.row2), add_row(at + 192u, own.row3));
-}
-
-// Of the tile, where a thread's four rows and its columns begin.
-fn first_row_of(thread: u32) -> u32 {
-    return thread / 8u * 4u;
-}
-
-fn first_column_of(thread: u32) -> u32 {
-    return thread % 8u * 4u;
-}
-
-// Terms that a thread adds at a time: its half of them, or none where the tile ends before it.
-fn terms_of(thread: u32, rows: u32, columns: u32) -> u32 {
-    return select(0u, DEPTH / 2u, thread / 8u % 4u * 4u < rows && first_column_of(thread) < columns);
-}
-
-fn no_sums() -> Sums {
-    let none = Row(vec4<f32>(), vec4<f32>());
-    return Sums(none, none, none, none, none, none, none, none);
-}
-
-// What a thread stages at a time: four rows in each vec4 of a, four columns in each of b.
+// What a thread stages at a time: two quads of rows and four of columns.
 struct Slice {
     a0: vec4<f32>,
     a1: vec4<f32>,
-    a2: vec4<f32>,
-    a3: vec4<f32>,
     b0: vec4<f32>,
     b1: vec4<f32>,
     b2: vec4<f32>,
     b3: vec4<f32>,
-    b4: vec4<f32>,
-    b5: vec4<f32>,
-    b6: vec4<f32>,
-    b7: vec4<f32>,
 }
 
-// The places of one, where its terms lie side by side.
-struct Places {
-    a0: vec4<u32>,
-    a1: vec4<u32>,
-    a2: vec4<u32>,
-    a3: vec4<u32>,
-    b0: vec4<u32>,
-    b1: vec4<u32>,
-    b2: vec4<u32>,
-    b3: vec4<u32>,
-    b4: vec4<u32>,
-    b5: vec4<u32>,
-    b6: vec4<u32>,
-    b7: vec4<u32>,
-}
-
-// A thread has one term of every other quad of rows.
-fn stage_rows(slice: Slice, thread: u32) {
-    let at = thread % DEPTH * STRIDE_A + thread / DEPTH;
+// Of a slice's 16 terms of four rows each: those of a term lie side by side.
+fn stage_rows_of_terms(slice: Slice, thread: u32) {
+    let at = thread / 16u * STRIDE_A + thread % 16u;
     tile_a[at] = slice.a0;
-    tile_a[at + 2u] = slice.a1;
-    tile_a[at + 4u] = slice.a2;
-    tile_a[at + 6u] = slice.a3;
+    tile_a[at + 8u * STRIDE_A] = slice.a1;
 }
 
-// Likewise of columns.
-fn stage_columns(slice: Slice, thread: u32) {
-    let at = thread % DEPTH * STRIDE_B + thread / DEPTH;
-    tile_b[at] = slice.b0;
-    tile_b[at + 2u] = slice.b1;
-    tile_b[at + 4u] = slice.b2;
-    tile_b[at + 6u] = slice.b3;
-    tile_b[at + 8u] = slice.b4;
-    tile_b[at + 10u] = slice.b5;
-    tile_b[at + 12u] = slice.b6;
-    tile_b[at + 14u] = slice.b7;
-}
-
-// A thread has every fourth term of one quad of columns.
-fn stage_terms(slice: Slice, thread: u32) {
-    let at = thread / 16u * STRIDE_B + thread % 16u;
+fn stage_columns_of_terms(slice: Slice, thread: u32) {
+    let at = thread / 32u * STRIDE_B + thread % 32u;
     tile_b[at] = slice.b0;
     tile_b[at + 4u * STRIDE_B] = slice.b1;
     tile_b[at + 8u * STRIDE_B] = slice.b2;
     tile_b[at + 12u * STRIDE_B] = slice.b3;
-    tile_b[at + 16u * STRIDE_B] = slice.b4;
-    tile_b[at + 20u * STRIDE_B] = slice.b5;
-    tile_b[at + 24u * STRIDE_B] = slice.b6;
-    tile_b[at + 28u * STRIDE_B] = slice.b7;
 }
 
-fn scratch_terms(at: vec4<u32>, term: u32) -> vec4<f32> {
-    return vec4<f32>(scratch[at.x + term], scratch[at.y + term],
-                     scratch[at.z + term], scratch[at.w + term]);
-}
+// logits -----------------------------------------------------------------------------------------
 
-// far_e ------------------------------------------------------------------------------------------
+const MARKS_TOGETHER = 16u;
+// In place of a quad of scratch: an element of k_landmarks.
+const OF_LANDMARK = 0x80000000u;
+
+var<workgroup> block_part: array<vec4<f32>, 128>;
 
 fn landmark_terms(at: vec4<u32>, term: u32) -> vec4<f32> {
     return vec4<f32>(q_landmarks[at.x + term], q_landmarks[at.y + term],
                      q_landmarks[at.z + term], q_landmarks[at.w + term]);
 }
 
-fn key_terms(at: vec4<u32>, term: u32) -> vec4<f32> {
-    let i = (at & vec4<u32>(PLACE)) + term;
-    if (at.x < FROM_ROWS) {
-        return vec4<f32>(ring_k[i.x], ring_k[i.y], ring_k[i.z], ring_k[i.w]);
-    }
-    return vec4<f32>(k[i.x], k[i.y], k[i.z], k[i.w]);
+fn query_terms(at: vec4<u32>, term: u32) -> vec4<f32> {
+    return vec4<f32>(q[at.x + term], q[at.y + term], q[at.z + term], q[at.w + term]);
 }
 
-fn far_slice(at: Places, term: u32) -> Slice {
-    // Past the last term the rows are 0, so what the keys hold there does not count.
+// Four terms of a key.
+fn key_terms(at: u32, quad: u32) -> vec4<f32> {
+    if (at >= OF_LANDMARK) {
+        let first = at - OF_LANDMARK + 4u * quad;
+        return vec4<f32>(k_landmarks[first], k_landmarks[first + 1u],
+                         k_landmarks[first + 2u], k_landmarks[first + 3u]);
+    }
+    return scratch[at + quad];
+}
+
+// Where the terms of two quads of rows and of four columns begin.
+struct Places {
+    a0: vec4<u32>,
+    a1: vec4<u32>,
+    b: vec4<u32>,
+}
+
+// One term of the rows, four of the columns. Past the last term the rows are 0, so what the keys hold
+// there does not count.
+fn logit_slice(at: Places, far: bool, base: u32, thread: u32) -> Slice {
+    let term = base + thread % 16u;
     let t = min(term, call.head_dim - 1u);
-    let one = select(0.0, 1.0, term < call.head_dim);
+    var a0 = vec4<f32>();
+    var a1 = vec4<f32>();
+    if (term < call.head_dim) {
+        if (far) {
+            a0 = landmark_terms(at.a0, t);
+            a1 = landmark_terms(at.a1, t);
+        } else {
+            a0 = query_terms(at.a0, t);
+            a1 = query_terms(at.a1, t);
+        }
+    }
+    let quad = min(base / 4u + thread % 4u, quads(call.head_dim) - 1u);
+    return Slice(a0, a1, key_terms(at.b.x, quad), key_terms(at.b.y, quad),
+                 key_terms(at.b.z, quad), key_terms(at.b.w, quad));
+}
+
+fn stage_logit_slice(slice: Slice, thread: u32) {
+    let a = thread % 16u * STRIDE_A + thread / 16u;
+    let b = thread % 4u * 4u * STRIDE_B + thread / 4u;
+    tile_a[a] = slice.a0;
+    tile_a[a + 8u] = slice.a1;
+    tile_b[b] = vec4<f32>(slice.b0.x, slice.b1.x, slice.b2.x, slice.b3.x);
+    tile_b[b + STRIDE_B] = vec4<f32>(slice.b0.y, slice.b1.y, slice.b2.y, slice.b3.y);
+    tile_b[b + 2u * STRIDE_B] = vec4<f32>(slice.b0.z, slice.b1.z, slice.b2.z, slice.b3.z);
+    tile_b[b + 3u * STRIDE_B] = vec4<f32>(slice.b0.w, slice.b1.w, slice.b2.w, slice.b3.w);
+}
+
+// Where the queries of a quad of numbers begin.
+fn queries_at(group: u32, quad: u32) -> vec4<u32> {
+    let each = head_rows();
+    let number = min(quad * 4u, all_queries() - 4u);
+    let head = group * call.heads_per_group + number / each;
+    let row = call.first_row + min(number % each + QUAD, vec4<u32>(call.rows - 1u));
+    return (row * call.heads + head) * call.head_dim;
+}
+
+// Where the landmark queries of a quad of marks begin.
+fn marks_at(group: u32, quad: u32) -> vec4<u32> {
+    let mark = quad * 4u;
+    return call.head_dim * vec4<u32>(landmark_of(group, mark), landmark_of(group, mark + 1u),
+                                     landmark_of(group, mark + 2u), landmark_of(group, mark + 3u));
+}
+
+// Where the key of a column begins.
+fn column_at(group: u32, span: Span, column: u32) -> u32 {
+    if (column < call.landmarks) {
+        return OF_LANDMARK + (group * call.landmarks + column) * call.head_dim;
+    }
+    let number = min(column, span.end - 1u) - call.landmarks;
+    return key_at(group, number + select(0u, span.start, number >= sinks()));
+}
+
+// Where the key that a row evicts begins.
+fn far_key_at(group: u32, ring: Ring, row: u32) -> u32 {
+    return key_at(group, sinks() + evicted_by(ring, min(row, call.rows - 1u)));
+}
+
+// What a tile of logits is to write: quads of rows by columns, within bounds.
+struct Target {
+    at: u32,
+    pitch: u32,
+    rows: u32,      // quads
+    low: u32,
+    high: u32,
+}
+
+fn put_column(to: Target, quad: u32, column: u32, logits: vec4<f32>) {
+    if (column >= to.low && column < to.high) {
+        scratch[to.at + column * to.pitch + quad] = logits * call.scale;
+    }
+}
+
+fn column_of(logits: Quarter, j: u32) -> vec4<f32> {
+    return vec4<f32>(logits.row0[j], logits.row1[j], logits.row2[j], logits.row3[j]);
+}
+
+fn put_logits(to: Target, quad: u32, column: u32, logits: Quarter) {
+    if (quad < to.rows) {
+        put_column(to, quad, column, column_of(logits, 0u));
+        put_column(to, quad, column + 1u, column_of(logits, 1u));
+        put_column(to, quad, column + 2u, column_of(logits, 2u));
+        put_column(to, quad, column + 3u, column_of(logits, 3u));
+    }
+}
+
+// Of 64 marks and two blocks: running maxima of the logits within each block; at the last, weights
+// and mass. A thread has four marks of 16 rows.
+fn weigh_blocks(group: u32, ring: Ring, quad: u32, start: u32, thread: u32) {
+    let mark = quad + thread % 16u;
+    let part = thread / 16u % 4u;
+    let block = start / TILE + thread / 64u;
+    let first = max(block * TILE + part * 16u, evictor_of(ring, 0u));
+    let end = min(block * TILE + part * 16u + 16u, call.rows);
+    let there = mark < mark_quads();
+    let at = far_at(group, 0u) + mark;
+    var most = vec4<f32>(LOWEST);
+    if (there) {
+        for (var row = first; row < end; row++) {
+            most = max(most, scratch[call.far_logits + at + row * mark_quads()]);
+        }
+    }
+    workgroupBarrier();
+    block_part[thread] = most;
+    workgroupBarrier();
+    let others = thread - part * 16u;
+    var running = vec4<f32>(LOWEST);
+    var peak = vec4<f32>(LOWEST);
+    for (var i = 0u; i < 4u; i++) {
+        running = select(running, max(running, block_part[others + i * 16u]), i < part);
+        peak = max(peak, block_part[others + i * 16u]);
+    }
+    var mass = vec4<f32>();
+    if (there) {
+        for (var row = first; row < end; row++) {
+            let to = at + row * mark_quads();
+            let logit = scratch[call.far_logits + to];
+            running = max(running, logit);
+            scratch[call.far_peaks + to] = running;
+            let weight = decays(logit - peak);
+            scratch[call.far_weights + to] = weight;
+            mass += weight;
+        }
+    }
+    workgroupBarrier();
+    block_part[thread] = mass;
+    workgroupBarrier();
+    if (there && part == 0u && block < blocks()) {
+        scratch[block_mass_at(group, block) + mark] =
+            (block_part[thread] + block_part[thread + 16u])
+            + (block_part[thread + 32u] + block_part[thread + 48u]);
+    }
+}
+
+// Rows of tiles are marks and columns rows that evict, or rows are queries and columns what they see.
+// Workgroups: (tiles of marks x tiles of rows, then tiles of queries x tiles of columns, G).
+@compute @workgroup_size(128)
+fn o1b_logits(
+    @builtin(workgroup_id) workgroup: vec3<u32>,
+    @builtin(local_invocation_index) thread: u32,
+) {
+    let group = workgroup.y;
+    let ring = ring_of(group, thread);
+    let mark_tiles = (mark_quads() + MARKS_TOGETHER - 1u) / MARKS_TOGETHER;
+    let far_tiles = mark_tiles * ((call.rows + WIDE - 1u) / WIDE);
+    let far = workgroup.x < far_tiles;
+    var at: Places;
+    var to: Target;
+    var left = 0u;
+    let row_quad = thread / 16u;
+    let column = thread / 4u * 4u;
+    if (far) {
+        left = workgroup.x / mark_tiles * WIDE;
+        let first = workgroup.x % mark_tiles * MARKS_TOGETHER;
+        let evictor = evictor_of(ring, 0u);
+        if (evictor >= min(call.rows, left + WIDE)) {
+            return;
+        }
+        let row = left + column;
+        at = Places(
+            marks_at(group, first + row_quad),
+            marks_at(group, first + row_quad + 8u),
+            vec4<u32>(far_key_at(group, ring, row), far_key_at(group, ring, row + 1u),
+                      far_key_at(group, ring, row + 2u), far_key_at(group, ring, row + 3u)),
+        );
+        to = Target(call.far_logits + far_at(group, 0u) + first, mark_quads(),
+                    mark_quads() - first, evictor, call.rows);
+    } else {
+        let wides = (call.landmarks + sinks() + call.ring + TILE + WIDE - 1u) / WIDE;
+        let tile = (workgroup.x - far_tiles) / wides;
+        left = (workgroup.x - far_tiles) % wides * WIDE;
+        let span = span_of(tile, ring);
+        if (left >= span.end) {
+            return;
+        }
+        let c = left + column;
+        at = Places(
+            queries_at(group, tile * 16u + row_quad),
+            queries_at(group, tile * 16u + row_quad + 8u),
+            vec4<u32>(column_at(group, span, c), column_at(group, span, c + 1u),
+                      column_at(group, span, c + 2u), column_at(group, span, c + 3u)),
+        );
+        to = Target(tile_weights_at(group, tile), 16u, 16u, 0u, span.end);
+    }
+    // Rows are neighbours in what is written, so threads are too.
+    let y = thread % 8u;
+    let x = thread / 8u;
+    var sums = no_sums();
+    var slice = logit_slice(at, far, 0u, thread);
+    for (var base = 0u; base < call.head_dim; base += DEPTH) {
+        workgroupBarrier();
+        stage_logit_slice(slice, thread);
+        workgroupBarrier();
+        // The next terms are on their way while these are worked on.
+        if (base + DEPTH < call.head_dim) {
+            slice = logit_slice(at, far, base + DEPTH, thread);
+        }
+        sums = add_staged(sums, y, x);
+    }
+    put_logits(to, y, left + 4u * x, sums.upper_left);
+    put_logits(to, y, left + 64u + 4u * x, sums.upper_right);
+    put_logits(to, y + 8u, left + 4u * x, sums.lower_left);
+    put_logits(to, y + 8u, left + 64u + 4u * x, sums.lower_right);
+    if (far) {
+        storageBarrier();
+        workgroupBarrier();
+        weigh_blocks(group, ring, workgroup.x % mark_tiles * MARKS_TOGETHER, left, thread);
+    }
+}
+
+// far_sums ---------------------------------------------------------------------------------------
+
+fn block_slice(group: u32, ring: Ring, base: u32, end: u32, marks: u32, left: u32, thread: u32)
+    -> Slice {
+    let row = base + thread / 16u;
+    let quad = min(marks + thread % 16u, mark_quads() - 1u);
+    let at = call.far_weights + far_at(group, 0u) + quad;
+    let last = end - 1u;
+    let r = base + thread / 32u;
+    let t = min(left + thread % 32u, quads(call.value_dim) - 1u);
+    let s = sinks();
     return Slice(
-        landmark_terms(at.a0, t) * one, landmark_terms(at.a1, t) * one,
-        landmark_terms(at.a2, t) * one, landmark_terms(at.a3, t) * one,
-        key_terms(at.b0, t), key_terms(at.b1, t), key_terms(at.b2, t), key_terms(at.b3, t),
-        key_terms(at.b4, t), key_terms(at.b5, t), key_terms(at.b6, t), key_terms(at.b7, t),
+        select(vec4<f32>(), scratch[at + min(row, last) * mark_quads()], row < end),
+        select(vec4<f32>(), scratch[at + min(row + 8u, last) * mark_quads()], row + 8u < end),
+        scratch[value_at(group, s + evicted_by(ring, min(r, last))) + t],
+        scratch[value_at(group, s + evicted_by(ring, min(r + 4u, last))) + t],
+        scratch[value_at(group, s + evicted_by(ring, min(r + 8u, last))) + t],
+        scratch[value_at(group, s + evicted_by(ring, min(r + 12u, last))) + t],
     );
 }
 
-fn put_far_logits(group: u32, row: u32, first: u32, end: u32, logits: Row) {
-    if (row < landmark_rows()) {
-        for (var i = 0u; i < 4u; i++) {
-            if (first + i < end) {
-                scratch[far_logit_at(group, first + i, row)] = logits.left[i] * call.scale;
-            }
-            if (first + 32u + i < end) {
-                scratch[far_logit_at(group, first + 32u + i, row)] = logits.right[i] * call.scale;
-            }
-        }
+fn put_numerators(at: u32, mark: u32, quad: u32, values: Quarter) {
+    let width = quads(call.value_dim);
+    if (mark < mark_quads() * 4u && quad < width) {
+        scratch[at + mark * width + quad] = values.row0;
+        scratch[at + (mark + 1u) * width + quad] = values.row1;
+        scratch[at + (mark + 2u) * width + quad] = values.row2;
+        scratch[at + (mark + 3u) * width + quad] = values.row3;
     }
 }
 
-// Workgroups: (tiles of H*m landmark rows, blocks, G).
-@compute @workgroup_size(64)
-fn o1b_far_e(
+// Workgroups: (tiles of dv x tiles of marks, blocks, G).
+@compute @workgroup_size(128)
+fn o1b_far_sums(
     @builtin(workgroup_id) workgroup: vec3<u32>,
     @builtin(local_invocation_index) thread: u32,
 ) {
     let group = workgroup.z;
     let block = workgroup.y;
     let ring = ring_of(group, thread);
-    let start = block * BLOCK;
-    let end = min(start + BLOCK, gone_by(ring, call.rows));
-    if (start >= end || end == ring.pad) {
+    let start = max(block * TILE, evictor_of(ring, 0u));
+    let end = min(block * TILE + TILE, call.rows);
+    if (start >= end) {
         return;
     }
-    let d = call.head_dim;
-    let rows = landmark_rows();
-    let first = workgroup.x * ROWS;
-    let terms = terms_of(thread, rows - first, end - start);
-    let last_row = vec4<u32>(rows - 1u);
-    let quads = first + thread / DEPTH * 4u + QUAD;
-    let key = start + thread / DEPTH * 4u;
-    let at = Places(
-        (group * rows + min(quads, last_row)) * d,
-        (group * rows + min(quads + 8u, last_row)) * d,
-        (group * rows + min(quads + 16u, last_row)) * d,
-        (group * rows + min(quads + 24u, last_row)) * d,
-        places(group, ring, key, d), places(group, ring, key + 8u, d),
-        places(group, ring, key + 16u, d), places(group, ring, key + 24u, d),
-        places(group, ring, key + 32u, d), places(group, ring, key + 40u, d),
-        places(group, ring, key + 48u, d), places(group, ring, key + 56u, d),
-    );
+    let mark_tiles = (mark_quads() + MARKS_TOGETHER - 1u) / MARKS_TOGETHER;
+    let marks = workgroup.x % mark_tiles * MARKS_TOGETHER;
+    let left = workgroup.x / mark_tiles * (WIDE / 4u);
+    let y = thread / 16u;
+    let x = thread % 16u;
     var sums = no_sums();
-    var slice = far_slice(at, thread % DEPTH);
-    for (var base = 0u; base < d; base += DEPTH) {
-        workgroupBarrier();
-        stage_rows(slice, thread);
-        stage_columns(slice, thread);
-        workgroupBarrier();
-        // The next terms are on their way while these are worked on.
-        if (base + DEPTH < d) {
-            slice = far_slice(at, base + DEPTH + thread % DEPTH);
-        }
-        sums = add_staged(sums, thread, terms);
-    }
-    let results = joined(sums, thread);
-    let row = first + first_row_of(thread);
-    let column = start + first_column_of(thread);
-    put_far_logits(group, row, column, end, results.row0);
-    put_far_logits(group, row + 1u, column, end, results.row1);
-    put_far_logits(group, row + 2u, column, end, results.row2);
-    put_far_logits(group, row + 3u, column, end, results.row3);
-    storageBarrier();
-    workgroupBarrier();
-    let r = first + thread;
-    if (thread < ROWS && r < rows) {
-        var most = LOWEST;
-        for (var j = max(start, ring.pad); j < end; j++) {
-            most = max(most, scratch[far_logit_at(group, j, r)]);
-            scratch[far_peak_at(group, j, r)] = most;
-        }
-        if (block == 0u) {
-            // An empty far field has no maximum: what the buffer then holds is not looked at.
-            let at = far_state_at(group, r);
-            scratch[before_at(BEFORE_MAX, group, r)] =
-                select(LOWEST, far_max_mass[at], ring.far > 0u);
-            scratch[before_at(BEFORE_MASS, group, r)] =
-                select(0.0, far_max_mass[at + call.landmarks], ring.far > 0u);
-        }
-    }
-}
-
-// Where a landmark row has its maximum; its mass is m further on.
-fn far_state_at(group: u32, row: u32) -> u32 {
-    return (group * call.heads_per_group + row / call.landmarks) * 2u * call.landmarks
-        + row % call.landmarks;
-}
-
-// far_sums ---------------------------------------------------------------------------------------
-
-// Weights of one key for four landmark rows, relative to the block's maxima.
-fn block_weights(group: u32, ring: Ring, key: u32, end: u32, first: u32) -> vec4<f32> {
-    let row = min(first + QUAD, vec4<u32>(landmark_rows() - 1u));
-    let bounded = clamp(key, ring.pad, end - 1u);
-    let logits = far_logit_at(group, bounded, 0u) + row;
-    let most = far_peak_at(group, end - 1u, 0u) + row;
-    let weights = decays(scratch_terms(logits, 0u) - scratch_terms(most, 0u));
-    return select(vec4<f32>(), weights, key == bounded);
-}
-
-fn block_values(group: u32, ring: Ring, key: u32, end: u32, first: u32) -> vec4<f32> {
-    let at = place(group, ring, min(key, end - 1u), call.value_dim);
-    let i = (at & PLACE) + min(first + QUAD, vec4<u32>(call.value_dim - 1u));
-    if (at < FROM_ROWS) {
-        return vec4<f32>(ring_v[i.x], ring_v[i.y], ring_v[i.z], ring_v[i.w]);
-    }
-    return vec4<f32>(v[i.x], v[i.y], v[i.z], v[i.w]);
-}
-
-fn block_slice(group: u32, ring: Ring, base: u32, end: u32, row: u32, column: u32, thread: u32)
-    -> Slice {
-    // Landmark rows lie side by side here, so neighbouring threads stage neighbouring rows.
-    let a = base + thread / 8u;
-    let b = base + thread / 16u;
-    let r = row + thread % 8u * 4u;
-    let t = column + thread % 16u * 4u;
-    return Slice(
-        block_weights(group, ring, a, end, r), block_weights(group, ring, a + 8u, end, r),
-        block_weights(group, ring, a + 16u, end, r), block_weights(group, ring, a + 24u, end, r),
-        block_values(group, ring, b, end, t), block_values(group, ring, b + 4u, end, t),
-        block_values(group, ring, b + 8u, end, t), block_values(group, ring, b + 12u, end, t),
-        block_values(group, ring, b + 16u, end, t), block_values(group, ring, b + 20u, end, t),
-        block_values(group, ring, b + 24u, end, t), block_values(group, ring, b + 28u, end, t),
-    );
-}
-
-fn put_numerators(block: u32, group: u32, row: u32, first: u32, values: Row) {
-    if (row < landmark_rows()) {
-        let at = numerator_at(block, group, row) + first;
-        for (var i = 0u; i < 4u; i++) {
-            if (first + i < call.value_dim) {
-                scratch[at + i] = values.left[i];
-            }
-            if (first + 32u + i < call.value_dim) {
-                scratch[at + 32u + i] = values.right[i];
-            }
-        }
-    }
-}
-
-// Workgroups: (tiles of dv, tiles of H*m landmark rows, blocks * G).
-@compute @workgroup_size(64)
-fn o1b_far_sums(
-    @builtin(workgroup_id) workgroup: vec3<u32>,
-    @builtin(local_invocation_index) thread: u32,
-) {
-    let group = workgroup.z % call.groups;
-    let block = workgroup.z / call.groups;
-    let ring = ring_of(group, thread);
-    let start = block * BLOCK;
-    let end = min(start + BLOCK, gone_by(ring, call.rows));
-    if (start >= end || end == ring.pad) {
-        return;
-    }
-    let rows = landmark_rows();
-    let first = workgroup.y * ROWS;
-    let left = workgroup.x * COLUMNS;
-    let terms = terms_of(thread, rows - first, call.value_dim - left);
-    var sums = no_sums();
+    var slice = block_slice(group, ring, start, end, marks, left, thread);
     for (var base = start; base < end; base += DEPTH) {
-        let slice = block_slice(group, ring, base, end, first, left, thread);
-        let at = thread / 8u * STRIDE_A + thread % 8u;
         workgroupBarrier();
-        tile_a[at] = slice.a0;
-        tile_a[at + 8u * STRIDE_A] = slice.a1;
-        tile_a[at + 16u * STRIDE_A] = slice.a2;
-        tile_a[at + 24u * STRIDE_A] = slice.a3;
-        stage_terms(slice, thread);
+        stage_rows_of_terms(slice, thread);
+        stage_columns_of_terms(slice, thread);
         workgroupBarrier();
-        sums = add_staged(sums, thread, terms);
-    }
-    let results = joined(sums, thread);
-    let row = first + first_row_of(thread);
-    let column = left + first_column_of(thread);
-    put_numerators(block, group, row, column, results.row0);
-    put_numerators(block, group, row + 1u, column, results.row1);
-    put_numerators(block, group, row + 2u, column, results.row2);
-    put_numerators(block, group, row + 3u, column, results.row3);
-    let r = first + thread;
-    if (workgroup.x == 0u && thread < ROWS && r < rows) {
-        let most = scratch[far_peak_at(group, end - 1u, r)];
-        var mass = 0.0;
-        for (var j = max(start, ring.pad); j < end; j++) {
-            mass += decay(scratch[far_logit_at(group, j, r)] - most);
+        if (base + DEPTH < end) {
+            slice = block_slice(group, ring, base + DEPTH, end, marks, left, thread);
         }
-        scratch[block_at(BLOCK_MASS, block, group, r)] = mass;
+        sums = add_staged(sums, y, x);
     }
+    let at = numerator_at(group, block, 0u);
+    let mark = (marks + y) * 4u;
+    put_numerators(at, mark, left + x, sums.upper_left);
+    put_numerators(at, mark, left + 16u + x, sums.upper_right);
+    put_numerators(at, mark + 32u, left + x, sums.lower_left);
+    put_numerators(at, mark + 32u, left + 16u + x, sums.lower_right);
 }
 
-// far_commit -------------------------------------------------------------------------------------
+// commit -----------------------------------------------------------------------------------------
 
-// One element of a landmark row's numerator a thread; the first also keeps maximum and mass.
-// Workgroups: (64ths of dv, H*m landmark rows, G).
-@compute @workgroup_size(64)
-fn o1b_far_commit(
-    @builtin(workgroup_id) workgroup: vec3<u32>,
-    @builtin(local_invocation_index) thread: u32,
-) {
-    let group = workgroup.z;
-    let row = workgroup.y;
-    let t = workgroup.x * 64u + thread;
-    let ring = stored_ring(group);
-    let end = gone_by(ring, call.rows);
-    if (end == ring.pad || t >= call.value_dim) {
-        return;
+// A number of a quad of marks in scratch.
+fn of_mark(part: u32, mark: u32) -> f32 {
+    return scratch[part + mark / 4u][mark % 4u];
+}
+
+struct Running {
+    most: f32,
+    mass: f32,
+    numerator: vec4<f32>,
+}
+
+// What a block makes of the sums before it.
+fn with_block(
+    before: Running, group: u32, block: u32, ring: Ring, mark: u32, added: vec4<f32>
+) -> Running {
+    let last = min(block * TILE + TILE, call.rows) - 1u;
+    if (last < evictor_of(ring, 0u)) {
+        return before;
     }
-    let state = (group * landmark_rows() + row) * call.value_dim + t;
-    var most = scratch[before_at(BEFORE_MAX, group, row)];
-    var mass = scratch[before_at(BEFORE_MASS, group, row)];
-    var numerator = select(0.0, far_num[state], ring.far > 0u);
-    for (var block = 0u; block <= end / BLOCK && block < blocks(); block++) {
-        let element = numerator_at(block, group, row) + t;
-        let added = scratch[element];
-        scratch[element] = numerator;
+    let peak = of_mark(call.far_peaks + far_at(group, last), mark);
+    let block_mass = of_mark(block_mass_at(group, block), mark);
+    let most = max(before.most, peak);
+    let carry = decay(before.most - most);
+    let share = decay(peak - most);
+    return Running(most, before.mass * carry + block_mass * share,
+                   before.numerator * carry + added * share);
+}
+
+// A landmark of a head, which a workgroup has to itself: maximum and mass are read by all its threads
+// before the first one writes them. A thread has every 64th quad of the numerator.
+fn far_commit(group: u32, ring: Ring, item: u32, thread: u32) {
+    let width = quads(call.value_dim);
+    let head = item / call.landmarks;
+    let b = item % call.landmarks;
+    let mark = head * quads(call.landmarks) * 4u + b;
+    let far = group * call.heads_per_group + head;
+    let most_at = far * 2u * call.landmarks + b;
+    // An empty far field has no maximum: what the buffers then hold is not looked at.
+    var start = Running(LOWEST, 0.0, vec4<f32>());
+    if (ring.some) {
+        start = Running(far_max_mass[most_at], far_max_mass[most_at + call.landmarks], vec4<f32>());
+    }
+    workgroupBarrier();
+    for (var t = thread; t < width; t += 64u) {
+        let state = (far * call.landmarks + b) * call.value_dim + 4u * t;
+        let left = call.value_dim - 4u * t;
+        var sums = start;
+        if (ring.some) {
+            let i = state + min(QUAD, vec4<u32>(left - 1u));
+            sums.numerator = vec4<f32>(far_num[i.x], far_num[i.y], far_num[i.z], far_num[i.w]);
+        }
+        let step = mark_quads() * 4u * width;
+        let at = numerator_at(group, 0u, mark) + t;
+        var coming = scratch[at];
+        for (var block = 0u; block < blocks(); block++) {
+            let added = coming;
+            // Asked for before it is needed: the sums wait for little else.
+            coming = scratch[at + min(block + 1u, blocks() - 1u) * step];
+            scratch[at + block * step] = sums.numerator;
+            if (t == 0u) {
+                scratch[running_at(group, block, mark)] = vec4<f32>(sums.most, sums.mass, 0.0, 0.0);
+            }
+            sums = with_block(sums, group, block, ring, mark, added);
+        }
+        for (var j = 0u; j < min(left, 4u); j++) {
+            far_num[state + j] = sums.numerator[j];
+        }
         if (t == 0u) {
-            scratch[block_at(RUNNING_MAX, block, group, row)] = most;
-            scratch[block_at(RUNNING_MASS, block, group, row)] = mass;
-        }
-        if (block * BLOCK < end) {
-            let last = min(block * BLOCK + BLOCK, end) - 1u;
-            let block_max = scratch[far_peak_at(group, last, row)];
-            let after = max(most, block_max);
-            let carry = decay(most - after);
-            let share = decay(block_max - after);
-            numerator = numerator * carry + added * share;
-            mass = mass * carry + scratch[block_at(BLOCK_MASS, block, group, row)] * share;
-            most = after;
-        }
-    }
-    far_num[state] = numerator;
-    if (t == 0u) {
-        far_max_mass[far_state_at(group, row)] = most;
-        far_max_mass[far_state_at(group, row) + call.landmarks] = mass;
-    }
-}
-
-// attend_logits ----------------------------------------------------------------------------------
-
-// The places of what four columns hold: sinks, keys from the span's start on, landmarks.
-fn columns_at(group: u32, ring: Ring, first: u32, span: Span) -> vec4<u32> {
-    let s = sink_columns();
-    if (first < s) {
-        let sink = min(first + QUAD, vec4<u32>(sinks() - 1u));
-        return FROM_SINKS + (group * sinks() + sink) * call.head_dim;
-    }
-    // Columns past the last stand for a landmark, or where there is none for some key.
-    if (first < s + span.keys || call.landmarks == 0u) {
-        return places(group, ring, span.start + first - s, call.head_dim);
-    }
-    let landmark = min(first - s - span.keys + QUAD, vec4<u32>(call.landmarks - 1u));
-    return FROM_LANDMARKS + (group * call.landmarks + landmark) * call.head_dim;
-}
-
-fn column_terms(at: vec4<u32>, term: u32) -> vec4<f32> {
-    let i = (at & vec4<u32>(PLACE)) + term;
-    switch at.x & ~PLACE {
-        case FROM_SINKS: {
-            return vec4<f32>(sink_k[i.x], sink_k[i.y], sink_k[i.z], sink_k[i.w]);
-        }
-        case FROM_RING: {
-            return vec4<f32>(ring_k[i.x], ring_k[i.y], ring_k[i.z], ring_k[i.w]);
-        }
-        case FROM_ROWS: {
-            return vec4<f32>(k[i.x], k[i.y], k[i.z], k[i.w]);
-        }
-        default: {
-            return vec4<f32>(k_landmarks[i.x], k_landmarks[i.y], k_landmarks[i.z], k_landmarks[i.w]);
+            far_max_mass[most_at] = sums.most;
+            far_max_mass[most_at + call.landmarks] = sums.mass;
         }
     }
 }
 
-// Where the queries of four rows begin.
-fn queries_at(group: u32, first: u32) -> vec4<u32> {
-    let each = head_rows();
-    let row = min(first + QUAD, vec4<u32>(all_rows() - 1u));
-    let head = group * call.heads_per_group + row / each;
-    let i = call.first_row + min(row % each, vec4<u32>(call.rows - 1u));
-    return (i * call.heads + head) * call.head_dim;
-}
-
-fn query_terms(at: vec4<u32>, term: u32) -> vec4<f32> {
-    return vec4<f32>(q[at.x + term], q[at.y + term], q[at.z + term], q[at.w + term]);
-}
-
-fn logit_slice(at: Places, term: u32) -> Slice {
-    let t = min(term, call.head_dim - 1u);
-    let one = select(0.0, 1.0, term < call.head_dim);
-    return Slice(
-        query_terms(at.a0, t) * one, query_terms(at.a1, t) * one,
-        query_terms(at.a2, t) * one, query_terms(at.a3, t) * one,
-        column_terms(at.b0, t), column_terms(at.b1, t),
-        column_terms(at.b2, t), column_terms(at.b3, t),
-        column_terms(at.b4, t), column_terms(at.b5, t),
-        column_terms(at.b6, t), column_terms(at.b7, t),
-    );
-}
-
-fn put_logits(group: u32, row: u32, first: u32, columns: u32, logits: Row) {
-    if (row < all_rows()) {
-        let at = weight_at(group, row) + first;
-        for (var i = 0u; i < 4u; i++) {
-            if (first + i < columns) {
-                scratch[at + i] = logits.left[i] * call.scale;
-            }
-            if (first + 32u + i < columns) {
-                scratch[at + 32u + i] = logits.right[i] * call.scale;
-            }
-        }
+// The last rows take their slots: `item` counts those.
+fn ring_commit(group: u32, ring: Ring, item: u32, thread: u32) {
+    let due = min(call.rows, ring.window);
+    if (item >= due) {
+        return;
+    }
+    let row = call.rows - due + item;
+    let to = group * call.ring + (ring.head + ring.length + row) % ring.window;
+    let source = row_place(group, row);
+    for (var t = thread; t < call.head_dim; t += 64u) {
+        ring_k[to * call.head_dim + t] = k[source * call.head_dim + t];
+    }
+    for (var t = thread; t < call.value_dim; t += 64u) {
+        ring_v[to * call.value_dim + t] = v[source * call.value_dim + t];
     }
 }
 
-// Workgroups: (tiles of columns, tiles of H*rows, G).
+// Length, head and far count after the call.
+fn commit_meta(group: u32, ring: Ring) {
+    let at = group * 4u;
+    let evicted = gone_by(ring, call.rows);
+    group_meta[at] = ring.length + call.rows - evicted;
+    group_meta[at + 1u] = (ring.head + evicted) % ring.window;
+    group_meta[at + 2u] += evicted;
+}
+
+// Workgroups: (1 for meta, then rows that stay, then landmarks of all heads, G).
 @compute @workgroup_size(64)
-fn o1b_attend_logits(
+fn o1b_commit(
     @builtin(workgroup_id) workgroup: vec3<u32>,
     @builtin(local_invocation_index) thread: u32,
 ) {
-    let group = workgroup.z;
+    let group = workgroup.y;
     let ring = ring_of(group, thread);
-    let d = call.head_dim;
-    let span = span_of(workgroup.y, ring);
-    let far = gone(ring, span.last_row) > ring.pad;
-    let columns = sink_columns() + span.keys + select(0u, call.landmarks, far);
-    let left = workgroup.x * COLUMNS;
-    if (left >= columns) {
-        return;
-    }
-    let first = workgroup.y * ROWS;
-    let terms = terms_of(thread, all_rows() - first, columns - left);
-    let row_quad = first + thread / DEPTH * 4u;
-    let quad = left + thread / DEPTH * 4u;
-    let at = Places(
-        queries_at(group, row_quad), queries_at(group, row_quad + 8u),
-        queries_at(group, row_quad + 16u), queries_at(group, row_quad + 24u),
-        columns_at(group, ring, quad, span), columns_at(group, ring, quad + 8u, span),
-        columns_at(group, ring, quad + 16u, span), columns_at(group, ring, quad + 24u, span),
-        columns_at(group, ring, quad + 32u, span), columns_at(group, ring, quad + 40u, span),
-        columns_at(group, ring, quad + 48u, span), columns_at(group, ring, quad + 56u, span),
-    );
-    var sums = no_sums();
-    var slice = logit_slice(at, thread % DEPTH);
-    for (var base = 0u; base < d; base += DEPTH) {
-        workgroupBarrier();
-        stage_rows(slice, thread);
-        stage_columns(slice, thread);
-        workgroupBarrier();
-        if (base + DEPTH < d) {
-            slice = logit_slice(at, base + DEPTH + thread % DEPTH);
+    let slots = min(call.rows, call.ring);
+    if (workgroup.x == 0u) {
+        if (thread == 0u) {
+            commit_meta(group, ring);
         }
-        sums = add_staged(sums, thread, terms);
+    } else if (workgroup.x <= slots) {
+        ring_commit(group, ring, workgroup.x - 1u, thread);
+    } else if (gone_by(ring, call.rows) > 0u) {
+        far_commit(group, ring, workgroup.x - 1u - slots, thread);
     }
-    let results = joined(sums, thread);
-    let row = first + first_row_of(thread);
-    let column = left + first_column_of(thread);
-    put_logits(group, row, column, columns, results.row0);
-    put_logits(group, row + 1u, column, columns, results.row1);
-    put_logits(group, row + 2u, column, columns, results.row2);
-    put_logits(group, row + 3u, column, columns, results.row3);
 }
 
-// attend_weights ---------------------------------------------------------------------------------
+// weights ----------------------------------------------------------------------------------------
 
 // Sizes beyond float32 are kept apart as powers of two: a number is `value * 2^power`.
 struct Scaled {
@@ -882,99 +921,94 @@ fn scaled_exp(x: f32) -> Scaled {
     return Scaled(exp(min(rest, 0.0)), i32(power));
 }
 
-const WEIGHT_THREADS = 64u;
 // 2^-60
 const LEAST_SIZE = 8.67361738e-19;
+// How far the peak of a block may lie above a maximum for factors to stay within float32.
+const MOST_LEAP = 60.0;
+const MOST_POWER = 100;
+// Quads that each of the stores has room for, which hold a quad of rows by landmark.
+const STORE = 256u;
 
-// By landmark, of four rows each: the weight of its key, u and its power, the maximum at the row.
-// Loops go on in fours, so there is room for three landmarks that do not count.
-var<workgroup> landmark_weight: array<vec4<f32>, 196>;
-var<workgroup> u_value: array<vec4<f32>, 196>;
-var<workgroup> u_power: array<vec4<i32>, 196>;
-var<workgroup> far_max: array<vec4<f32>, 196>;
-var<workgroup> partial: array<vec4<f32>, 64>;
+// u; the bits of its power, later of the factor of the block's weights; the weight of the landmark's
+// key, later the maximum at the row.
+var<workgroup> u_store: array<vec4<f32>, 256>;
+var<workgroup> power_store: array<vec4<i32>, 256>;
+var<workgroup> most_store: array<vec4<f32>, 256>;
+var<workgroup> partial: array<vec4<f32>, 128>;
 
-// The largest of what the threads pass, for each of four rows.
-fn largest(thread: u32, x: vec4<f32>) -> vec4<f32> {
+// Quads of rows that a workgroup has, side by side: as many as its memory has room for.
+fn quads_side_by_side() -> u32 {
+    let each = quads(call.landmarks) * 4u;
+    var side = 8u;
+    while (side > 1u && side * each > STORE) {
+        side /= 2u;
+    }
+    return side;
+}
+
+// The largest of what the threads of a quad of rows pass.
+fn largest(thread: u32, side: u32, x: vec4<f32>) -> vec4<f32> {
     workgroupBarrier();
     partial[thread] = x;
     workgroupBarrier();
     var best = x;
-    if (thread < 8u) {
-        for (var i = thread + 8u; i < WEIGHT_THREADS; i += 8u) {
-            best = max(best, partial[i]);
-        }
-        partial[thread] = best;
-    }
-    workgroupBarrier();
-    best = partial[0];
-    for (var i = 1u; i < 8u; i++) {
+    for (var i = thread % side; i < THREADS; i += side) {
         best = max(best, partial[i]);
     }
     return best;
 }
 
-fn total(thread: u32, x: vec4<f32>) -> vec4<f32> {
+fn total(thread: u32, side: u32, x: vec4<f32>) -> vec4<f32> {
     workgroupBarrier();
     partial[thread] = x;
     workgroupBarrier();
-    var sum = x;
-    if (thread < 8u) {
-        for (var i = thread + 8u; i < WEIGHT_THREADS; i += 8u) {
-            sum += partial[i];
-        }
-        partial[thread] = sum;
-    }
-    workgroupBarrier();
-    sum = partial[0];
-    for (var i = 1u; i < 8u; i++) {
+    var sum = vec4<f32>();
+    for (var i = thread % side; i < THREADS; i += side) {
         sum += partial[i];
     }
     return sum;
 }
 
-// u of landmark b with all its terms, however far apart: each keeps a power of two of its own. The
-// logits of the landmark keys begin at `logits`, in scratch; `column` is where those of mix begin.
-fn mix_apart(column: u32, logits: u32, top_logit: f32) -> Scaled {
+// u of landmark b, for one of four rows, with all its terms, however far apart: each keeps a power of
+// two of its own. The logits of the landmark keys begin at `logits`, and mix[., b] at `column`.
+fn mix_apart(column: u32, logits: u32, row: u32, top_logit: f32) -> Scaled {
     var u = Scaled(0.0, -0x40000000);
     for (var a = 0u; a < call.landmarks; a++) {
         let x = split(bitcast<u32>(mixing[column + a * call.landmarks]));
         if (x.value != 0.0) {
-            u.power = max(u.power, scaled_exp(scratch[logits + a] - top_logit).power + x.power);
+            let f = scaled_exp(scratch[logits + a * 16u][row] - top_logit);
+            u.power = max(u.power, f.power + x.power);
         }
     }
     for (var a = 0u; a < call.landmarks; a++) {
         let x = split(bitcast<u32>(mixing[column + a * call.landmarks]));
-        let f = scaled_exp(scratch[logits + a] - top_logit);
+        let f = scaled_exp(scratch[logits + a * 16u][row] - top_logit);
         u.value += f.value * x.value * power_of_two(f.power + x.power - u.power);
     }
     return u;
 }
 
-// u of landmark b into u_value and u_power.
-fn mix_landmark(head: u32, b: u32, logits: vec4<u32>, top_logit: vec4<f32>) {
+// u of landmark b into the stores, at `to`; those of the weights begin at `stored`.
+fn mix_landmark(
+    column: u32, logits: u32, top_logit: vec4<f32>, stored: u32, side: u32, to: u32
+) {
     let m = call.landmarks;
-    let column = head * m * m + b;
     var u = vec4<f32>();
     var sizes = vec4<f32>();
     var entry = 0.0;
-    for (var a = 0u; a < m; a += 4u) {
-        let at = column + min(a + QUAD, vec4<u32>(m - 1u)) * m;
-        let x = vec4<f32>(mixing[at.x], mixing[at.y], mixing[at.z], mixing[at.w]);
-        let t0 = landmark_weight[a] * x.x;
-        let t1 = landmark_weight[a + 1u] * x.y;
-        let t2 = landmark_weight[a + 2u] * x.z;
-        let t3 = landmark_weight[a + 3u] * x.w;
-        u += (t0 + t1) + (t2 + t3);
-        sizes += (abs(t0) + abs(t1)) + (abs(t2) + abs(t3));
-        entry = max(entry, max(max(abs(x.x), abs(x.y)), max(abs(x.z), abs(x.w))));
+    for (var a = 0u; a < m; a++) {
+        let weight = most_store[stored + a * side];
+        let x = mixing[column + a * m];
+        u += weight * x;
+        sizes += weight * abs(x);
+        entry = max(entry, abs(x));
     }
     var powers = vec4<i32>();
     // Terms may be lost below float32, unless what is there dwarfs all that can be lost.
     let safe = (sizes > vec4<f32>(LEAST_SIZE)) & (sizes > vec4<f32>(entry * LEAST_SIZE));
     if (!all(safe)) {
         for (var r = 0u; r < 4u; r++) {
-            let apart = mix_apart(column, logits[r], top_logit[r]);
+            let apart = mix_apart(column, logits, r, top_logit[r]);
             u[r] = apart.value;
             powers[r] = apart.power;
         }
@@ -982,374 +1016,328 @@ fn mix_landmark(head: u32, b: u32, logits: vec4<u32>, top_logit: vec4<f32>) {
     if (clamps_weights()) {
         u = max(u, vec4<f32>());
     }
-    u_value[b] = u;
-    u_power[b] = powers;
+    u_store[to] = u;
+    power_store[to] = powers;
 }
 
-fn put_scratch(at: vec4<u32>, column: u32, x: vec4<f32>, there: vec4<bool>) {
-    for (var r = 0u; r < 4u; r++) {
-        if (there[r]) {
-            scratch[at[r] + column] = x[r];
-        }
-    }
+// Whether a key is in the window, for each of four rows.
+fn is_live(key: u32, near: vec4<u32>, coming: vec4<u32>) -> vec4<bool> {
+    return (vec4<u32>(key) >= near) & (vec4<u32>(key) < coming);
 }
 
-// Logits of four rows of a head become the weights of their values: near keys, evicted keys, far
-// numerators. Section 4 with its four rules. Workgroups: (quads of rows, H, G).
-@compute @workgroup_size(64)
-fn o1b_attend_weights(
+// Logits of the rows of a head become the weights of their values (section 4 with its four rules), to
+// be multiplied by the rows' shares. A thread has four rows, and of their columns each `lanes`th.
+// Workgroups: (parts of tiles, G).
+@compute @workgroup_size(128)
+fn o1b_weights(
     @builtin(workgroup_id) workgroup: vec3<u32>,
     @builtin(local_invocation_index) thread: u32,
 ) {
-    let group = workgroup.z;
-    let head = workgroup.y;
+    let group = workgroup.y;
     let ring = ring_of(group, thread);
     let m = call.landmarks;
-    // Rows past the last repeat it, and write nothing.
-    let first = workgroup.x * 4u;
-    let row = min(first + QUAD, vec4<u32>(call.rows - 1u));
-    let counts = first + QUAD == row;
-    let first_row = head * head_rows() + row;
-    let at = vec4<u32>(weight_at(group, first_row.x), weight_at(group, first_row.y),
-                       weight_at(group, first_row.z), weight_at(group, first_row.w));
-    let span = span_of(first_row.x / ROWS, ring);
-    // Columns: sinks up to s; keys of the block, evicted up to near, live up to coming, of rows to
-    // come up to end; landmarks.
-    let s = sinks();
-    let first_key = sink_columns();
-    let evicted =
-        vec4<u32>(gone(ring, row.x), gone(ring, row.y), gone(ring, row.z), gone(ring, row.w));
-    let near = first_key + evicted - span.start;
-    let coming = first_key + row_key(ring) + row + 1u - span.start;
-    let end = first_key + span.keys;
-    let older = ring.far > 0u || span.block > 0u;
+    let side = quads_side_by_side();
+    let lane = thread / side;
+    let lanes = THREADS / side;
+    let parts = 16u / side;
+    let tile = workgroup.x / parts;
+    let quad = workgroup.x % parts * side + thread % side;
+    let span = span_of(tile, ring);
+    let number = min(tile * TILE + quad * 4u, all_queries() - 4u);
+    let head = number / head_rows();
+    let row = min(number % head_rows() + QUAD, vec4<u32>(call.rows - 1u));
+    // Columns: landmarks; sinks; keys from the span's start on, evicted up to near, live up to coming,
+    // of rows to come up to keys.
+    let at = tile_weights_at(group, tile) + quad;
+    let sinks_at = at + m * 16u;
+    let keys_at = sinks_at + sinks() * 16u;
+    let keys = span.end - m - sinks();
+    let near = vec4<u32>(gone(ring, row.x), gone(ring, row.y), gone(ring, row.z), gone(ring, row.w))
+        - span.start;
+    let coming = ring.length + row + 1u - span.start;
 
     var shift = vec4<f32>(LOWEST);
-    for (var c = thread; c < coming.w; c += WEIGHT_THREADS) {
-        let live = is_live(c, s, near, coming);
-        shift = max(shift, select(vec4<f32>(LOWEST), scratch_terms(at, c), live));
+    for (var c = lane; c < sinks(); c += lanes) {
+        shift = max(shift, scratch[sinks_at + c * 16u]);
     }
-    shift = largest(thread, shift);
+    for (var c = lane; c < coming.w; c += lanes) {
+        let logits = scratch[keys_at + c * 16u];
+        shift = select(shift, max(shift, logits), is_live(c, near, coming));
+    }
+    shift = largest(thread, side, shift);
 
     var factor = vec4<f32>();
     var mass = vec4<f32>();
-    if (evicted.w > ring.pad && m > 0u) {
-        let landmark_row = head * m;
+    if (m > 0u && gone(ring, span.last_row) > 0u) {
+        let stored = thread % side;
+        let first_mark = head * quads(m) * 4u;
+        let block = span.first_row / TILE;
+        let mix = (group * call.heads_per_group + head) * m * m;
         var top_logit = vec4<f32>(LOWEST);
-        for (var a = thread; a < m; a += WEIGHT_THREADS) {
-            top_logit = max(top_logit, scratch_terms(at, end + a));
+        for (var a = lane; a < m; a += lanes) {
+            top_logit = max(top_logit, scratch[at + a * 16u]);
         }
-        top_logit = largest(thread, top_logit);
-        for (var a = thread; a < m + 3u; a += WEIGHT_THREADS) {
-            let weight = decays(scratch_terms(at, end + min(a, m - 1u)) - top_logit);
-            landmark_weight[a] = select(vec4<f32>(), weight, a < m);
+        top_logit = largest(thread, side, top_logit);
+        for (var a = lane; a < m; a += lanes) {
+            most_store[stored + a * side] = decays(scratch[at + a * 16u] - top_logit);
+        }
+        workgroupBarrier();
+        for (var b = lane; b < m; b += lanes) {
+            mix_landmark(mix + b, at, top_logit, stored, side, stored + b * side);
         }
         workgroupBarrier();
         // The scale of landmark b is log|u_b| + far_max_b, where far_max_b is that at the row: of the
-        // blocks before, of the rest of this one, of the one that has begun since.
+        // blocks before, and of this one up to the row.
+        let seen = near > vec4<u32>();
         var top = vec4<f32>(LOWEST);
-        for (var b = thread; b < m; b += WEIGHT_THREADS) {
-            mix_landmark(group * call.heads_per_group + head, b, at + end, top_logit);
-            var running = vec4<f32>(LOWEST);
-            if (older) {
-                running =
-                    vec4<f32>(scratch[block_at(RUNNING_MAX, span.block, group, landmark_row + b)]);
+        for (var b = lane; b < m; b += lanes) {
+            let mark = first_mark + b;
+            var most = vec4<f32>(scratch[running_at(group, block, mark)].x);
+            if (near.w > 0u) {
+                let peaks = vec4<f32>(
+                    of_mark(call.far_peaks + far_at(group, row.x), mark),
+                    of_mark(call.far_peaks + far_at(group, row.y), mark),
+                    of_mark(call.far_peaks + far_at(group, row.z), mark),
+                    of_mark(call.far_peaks + far_at(group, row.w), mark),
+                );
+                most = select(most, max(most, peaks), seen);
             }
-            let recent = max(evicted, vec4<u32>(max(span.start, ring.pad) + 1u)) - 1u;
-            let peaks = far_peak_at(group, 0u, landmark_row + b) + recent * plane();
-            let seen = evicted > vec4<u32>(max(span.start, ring.pad));
-            running = select(running, max(running, scratch_terms(peaks, 0u)), seen);
-            let last = span.start + BLOCK - 1u;
-            if (evicted.w > last + 1u) {
-                let peak = vec4<f32>(scratch[far_peak_at(group, last, landmark_row + b)]);
-                running = select(running, max(running, peak), evicted > vec4<u32>(last + 1u));
-            }
-            far_max[b] = running;
-            let u = u_value[b];
+            most_store[stored + b * side] = most;
+            let u = u_store[stored + b * side];
             let size = log(max(abs(u), vec4<f32>(1e-37)));
-            let scale = running + vec4<f32>(u_power[b]) * LN2 + size;
+            let scale = most + vec4<f32>(power_store[stored + b * side]) * LN2 + size;
             top = select(top, max(top, scale), u != vec4<f32>());
         }
-        top = largest(thread, top);
-        // Everything far is now relative to exp(top + top_logit): the weight of each landmark at its
-        // maximum, then the weights of the keys it has seen, in the blocks before and since.
-        for (var b = thread; b < m + 3u; b += WEIGHT_THREADS) {
+        top = largest(thread, side, top);
+        // Everything far is now relative to exp(top + top_logit). With the weights that far_sums has
+        // used, relative to the peak of the block, those of the rows' evicted keys are a product; but
+        // where that peak comes later than the row and is far above, a landmark's factor would
+        // overflow, and each key has to be seen from the maximum at the row.
+        var leap = vec4<f32>(LOWEST);
+        for (var b = lane; b < quads(m) * 4u; b += lanes) {
+            let to = stored + b * side;
             if (b >= m) {
-                u_value[b] = vec4<f32>();
-                far_max[b] = vec4<f32>();
+                // Loops go on in fours: the copies of the last landmark do not count.
+                u_store[to] = vec4<f32>();
+                power_store[to] = vec4<i32>();
+                most_store[to] = vec4<f32>();
                 continue;
             }
+            let u = u_store[to];
+            let most = most_store[to];
+            let powers = power_store[to];
+            var peak = most;
+            if (near.w > 0u) {
+                let last = of_mark(call.far_peaks + far_at(group, span.last_row), first_mark + b);
+                peak = select(most, vec4<f32>(last), seen);
+                leap = select(leap, max(leap, peak - most), seen & (u != vec4<f32>()));
+            }
             var gain = vec4<f32>();
+            var product = vec4<f32>();
             for (var r = 0u; r < 4u; r++) {
-                let e = scaled_exp(far_max[b][r] - top[r]);
-                gain[r] = u_value[b][r] * e.value * power_of_two(u_power[b][r] + e.power);
+                let e = scaled_exp(most[r] - top[r]);
+                gain[r] = u[r] * e.value * power_of_two(e.power + powers[r]);
+                // Of what is below the row's maximum, nothing can overflow.
+                let p = scaled_exp(peak[r] - top[r]);
+                product[r] = u[r] * p.value * power_of_two(min(p.power + powers[r], MOST_POWER));
             }
-            u_value[b] = gain;
-            var old = vec4<f32>();
-            if (older) {
-                let before = scratch[block_at(RUNNING_MAX, span.block, group, landmark_row + b)];
-                old = gain * decays(before - far_max[b]);
-                mass += old * scratch[block_at(RUNNING_MASS, span.block, group, landmark_row + b)];
-            }
-            put_scratch(at, end + b, old, counts);
+            u_store[to] = gain;
+            power_store[to] = bitcast<vec4<i32>>(product);
+            let before = scratch[running_at(group, block, first_mark + b)];
+            let old = gain * decays(vec4<f32>(before.x) - most);
+            mass += old * before.y;
+            scratch[at + b * 16u] = old;
         }
-        workgroupBarrier();
-        // Two neighbouring keys a thread: a tile sees at most 95 evicted ones.
-        let key = span.start + thread * 2u;
-        if (key < evicted.w) {
-            let last = evicted.w - 1u;
-            let k0 = far_logit_at(group, clamp(key, ring.pad, last), landmark_row);
-            let k1 = far_logit_at(group, clamp(key + 1u, ring.pad, last), landmark_row);
-            var w0 = vec4<f32>();
-            var w1 = vec4<f32>();
-            for (var b = 0u; b < m; b += 2u) {
-                let next = min(b + 1u, m - 1u);
-                let l = vec4<f32>(scratch[k0 + b], scratch[k1 + b],
-                                  scratch[k0 + next], scratch[k1 + next]);
-                w0 += u_value[b] * decays(l.x - far_max[b]);
-                w1 += u_value[b] * decays(l.y - far_max[b]);
-                w0 += u_value[b + 1u] * decays(l.z - far_max[b + 1u]);
-                w1 += u_value[b + 1u] * decays(l.w - far_max[b + 1u]);
+        leap = largest(thread, side, leap);
+        let near_leap = all(leap <= vec4<f32>(MOST_LEAP));
+        for (var c = lane; c < near.w; c += lanes) {
+            let evictor = evictor_of(ring, span.start + c);
+            let far = far_at(group, evictor) + head * quads(m);
+            var sum = vec4<f32>();
+            if (near_leap) {
+                for (var b = 0u; b < quads(m); b++) {
+                    let weights = scratch[call.far_weights + far + b];
+                    let place = stored + 4u * b * side;
+                    sum += bitcast<vec4<f32>>(power_store[place]) * weights.x;
+                    sum += bitcast<vec4<f32>>(power_store[place + side]) * weights.y;
+                    sum += bitcast<vec4<f32>>(power_store[place + 2u * side]) * weights.z;
+                    sum += bitcast<vec4<f32>>(power_store[place + 3u * side]) * weights.w;
+                }
+            } else {
+                for (var b = 0u; b < m; b++) {
+                    let logit = scratch[call.far_logits + far + b / 4u][b % 4u];
+                    let place = stored + b * side;
+                    sum += u_store[place] * decays(vec4<f32>(logit) - most_store[place]);
+                }
             }
-            // The numbers below pad have no key, but columns of their own.
-            let seen0 = vec4<u32>(key) < evicted;
-            let seen1 = vec4<u32>(key + 1u) < evicted;
-            w0 = select(vec4<f32>(), w0, seen0 & vec4<bool>(key >= ring.pad));
-            w1 = select(vec4<f32>(), w1, seen1 & vec4<bool>(key + 1u >= ring.pad));
-            mass += w0 + w1;
-            let column = first_key + key - span.start;
-            put_scratch(at, column, w0, counts & seen0);
-            put_scratch(at, column + 1u, w1, counts & seen1);
+            sum = select(vec4<f32>(), sum, vec4<u32>(c) < near);
+            mass += sum;
+            // Of a row that has the key in its window, the logit is still needed.
+            let held = scratch[keys_at + c * 16u];
+            scratch[keys_at + c * 16u] = select(held, sum, vec4<u32>(c) < near);
         }
-        mass = total(thread, mass);
+        mass = total(thread, side, mass);
         // A far field of negative mass, or of none, is dropped, and leaves the shift alone.
         let kept = mass > vec4<f32>();
         let far_shift = top + top_logit;
         shift = select(shift, max(shift, far_shift), kept);
         factor = select(vec4<f32>(), decays(far_shift - shift), kept);
     }
-    // The weights of evicted keys were written by other threads than use them below.
-    storageBarrier();
-    workgroupBarrier();
 
-    var sum = vec4<f32>();
-    for (var c = thread; c < coming.w; c += WEIGHT_THREADS) {
-        let weights = decays(scratch_terms(at, c) - shift);
-        sum += select(vec4<f32>(), weights, is_live(c, s, near, coming));
-    }
-    sum = total(thread, sum);
+    // Columns are those that the thread has dealt with above, so it waits for no other.
     let far = factor > vec4<f32>();
-    sum = select(sum, sum + mass * factor, far);
-    let share = 1.0 / max(sum, vec4<f32>(FLOOR));
-    for (var c = thread; c < end; c += WEIGHT_THREADS) {
-        let held = scratch_terms(at, c);
-        let gone_far = far & (vec4<u32>(c) < near) & vec4<bool>(c >= first_key);
-        var weights = select(vec4<f32>(), held * (factor * share), gone_far);
-        weights = select(weights, decays(held - shift) * share, is_live(c, s, near, coming));
-        put_scratch(at, c, weights, counts);
+    var sum = vec4<f32>();
+    for (var c = lane; c < sinks(); c += lanes) {
+        let weights = decays(scratch[sinks_at + c * 16u] - shift);
+        sum += weights;
+        scratch[sinks_at + c * 16u] = weights;
     }
-    for (var b = thread; b < m; b += WEIGHT_THREADS) {
+    for (var c = lane; c < keys; c += lanes) {
+        let held = scratch[keys_at + c * 16u];
+        var weights = select(vec4<f32>(), held * factor, far & (vec4<u32>(c) < near));
+        let live = is_live(c, near, coming);
+        weights = select(weights, decays(held - shift), live);
+        sum += select(vec4<f32>(), weights, live);
+        scratch[keys_at + c * 16u] = weights;
+    }
+    for (var b = lane; b < m; b += lanes) {
         // Without a far field nobody computed these, so they may hold anything.
-        let held = scratch_terms(at, end + b);
-        put_scratch(at, end + b, select(vec4<f32>(), held * (factor * share), far), counts);
+        let held = scratch[at + b * 16u];
+        scratch[at + b * 16u] = select(vec4<f32>(), held * factor, far);
     }
-}
-
-// Whether a column is a sink, or a key in the window, for each of four rows.
-fn is_live(column: u32, sinks: u32, near: vec4<u32>, coming: vec4<u32>) -> vec4<bool> {
-    let c = vec4<u32>(column);
-    return (c < vec4<u32>(sinks)) | ((c >= near) & (c < coming));
+    sum = total(thread, side, sum);
+    sum = select(sum, sum + mass * factor, far);
+    if (lane == 0u) {
+        scratch[shares_at(group, tile) + quad] = 1.0 / max(sum, vec4<f32>(FLOOR));
+    }
 }
 
 // attend -----------------------------------------------------------------------------------------
 
-// Four elements of a column's value; past its end come some that nobody uses.
-fn column_values(group: u32, ring: Ring, column: u32, span: Span, first: u32) -> vec4<f32> {
-    let s = sink_columns();
-    let i = min(first + QUAD, vec4<u32>(call.value_dim - 1u));
-    if (column < s) {
-        let at = (group * sinks() + min(column, sinks() - 1u)) * call.value_dim + i;
-        return vec4<f32>(sink_v[at.x], sink_v[at.y], sink_v[at.z], sink_v[at.w]);
-    }
-    let key = span.start + min(column - s, span.keys - 1u);
-    let origin = place(group, ring, key, call.value_dim);
-    let at = (origin & PLACE) + i;
-    if (origin < FROM_ROWS) {
-        return vec4<f32>(ring_v[at.x], ring_v[at.y], ring_v[at.z], ring_v[at.w]);
-    }
-    return vec4<f32>(v[at.x], v[at.y], v[at.z], v[at.w]);
-}
-
-fn numerators(at: u32, landmark: u32, first: u32) -> vec4<f32> {
-    let i = at + min(landmark, call.landmarks - 1u) * call.value_dim
-        + min(first + QUAD, vec4<u32>(call.value_dim - 1u));
-    return scratch_terms(i, 0u);
-}
-
-// Where the weights of four rows begin.
-fn weights_at(group: u32, first: u32) -> vec4<u32> {
-    let last = all_rows() - 1u;
-    return vec4<u32>(
-        weight_at(group, min(first, last)),
-        weight_at(group, min(first + 1u, last)),
-        weight_at(group, min(first + 2u, last)),
-        weight_at(group, min(first + 3u, last)),
-    );
-}
-
-// 1 for the rows that are the head's, 0 for the others.
-fn rows_of_head(first: u32, head: u32) -> vec4<f32> {
-    return select(vec4<f32>(), vec4<f32>(1.0), (first + QUAD) / head_rows() == vec4<u32>(head));
-}
-
-fn near_slice(group: u32, ring: Ring, span: Span, row: u32, base: u32, dims: u32, thread: u32)
-    -> Slice {
-    let end = sink_columns() + span.keys;
-    let t = base + thread % DEPTH;
-    let there = t < end;
-    let bounded = min(t, end - 1u);
-    let r = row + thread / DEPTH * 4u;
-    let c = base + thread / 16u;
-    let i = dims + thread % 16u * 4u;
+// Terms are sinks and keys.
+fn near_slice(group: u32, tile: u32, span: Span, base: u32, left: u32, thread: u32) -> Slice {
+    let end = span.end - call.landmarks;
+    let last = end - 1u;
+    let at = tile_weights_at(group, tile) + call.landmarks * 16u + thread % 16u;
+    let a = base + thread / 16u;
+    let b = base + thread / 32u;
+    let t = min(left + thread % 32u, quads(call.value_dim) - 1u);
     return Slice(
-        select(vec4<f32>(), scratch_terms(weights_at(group, r), bounded), there),
-        select(vec4<f32>(), scratch_terms(weights_at(group, r + 8u), bounded), there),
-        select(vec4<f32>(), scratch_terms(weights_at(group, r + 16u), bounded), there),
-        select(vec4<f32>(), scratch_terms(weights_at(group, r + 24u), bounded), there),
-        column_values(group, ring, c, span, i), column_values(group, ring, c + 4u, span, i),
-        column_values(group, ring, c + 8u, span, i), column_values(group, ring, c + 12u, span, i),
-        column_values(group, ring, c + 16u, span, i), column_values(group, ring, c + 20u, span, i),
-        column_values(group, ring, c + 24u, span, i), column_values(group, ring, c + 28u, span, i),
+        select(vec4<f32>(), scratch[at + min(a, last) * 16u], a < end),
+        select(vec4<f32>(), scratch[at + min(a + 8u, last) * 16u], a + 8u < end),
+        near_value(group, span, min(b, last), t),
+        near_value(group, span, min(b + 4u, last), t),
+        near_value(group, span, min(b + 8u, last), t),
+        near_value(group, span, min(b + 12u, last), t),
     );
 }
 
-fn head_slice(group: u32, span: Span, head: u32, row: u32, base: u32, dims: u32, thread: u32)
+fn near_value(group: u32, span: Span, number: u32, t: u32) -> vec4<f32> {
+    return scratch[value_at(group, number + select(0u, span.start, number >= sinks())) + t];
+}
+
+// Terms are landmarks of a head, whose far numerators the rows of other heads weigh with 0.
+fn far_slice(group: u32, tile: u32, block: u32, head: u32, base: u32, left: u32, thread: u32)
     -> Slice {
     let m = call.landmarks;
-    let t = base + thread % DEPTH;
-    let bounded = sink_columns() + span.keys + min(t, m - 1u);
-    let one = select(0.0, 1.0, t < m);
-    let r = row + thread / DEPTH * 4u;
-    let b = base + thread / 16u;
-    let i = dims + thread % 16u * 4u;
-    let at = numerator_at(span.block, group, head * m);
+    let last = m - 1u;
+    let at = tile_weights_at(group, tile) + thread % 16u;
+    let a = base + thread / 16u;
+    let b = base + thread / 32u;
+    let width = quads(call.value_dim);
+    let t = min(left + thread % 32u, width - 1u);
+    let num = numerator_at(group, block, head * quads(m) * 4u) + t;
+    let own = (tile * TILE + thread % 16u * 4u) / head_rows() == head;
     return Slice(
-        scratch_terms(weights_at(group, r), bounded) * rows_of_head(r, head) * one,
-        scratch_terms(weights_at(group, r + 8u), bounded) * rows_of_head(r + 8u, head) * one,
-        scratch_terms(weights_at(group, r + 16u), bounded) * rows_of_head(r + 16u, head) * one,
-        scratch_terms(weights_at(group, r + 24u), bounded) * rows_of_head(r + 24u, head) * one,
-        numerators(at, b, i), numerators(at, b + 4u, i),
-        numerators(at, b + 8u, i), numerators(at, b + 12u, i),
-        numerators(at, b + 16u, i), numerators(at, b + 20u, i),
-        numerators(at, b + 24u, i), numerators(at, b + 28u, i),
+        select(vec4<f32>(), scratch[at + min(a, last) * 16u], own && a < m),
+        select(vec4<f32>(), scratch[at + min(a + 8u, last) * 16u], own && a + 8u < m),
+        scratch[num + min(b, last) * width], scratch[num + min(b + 4u, last) * width],
+        scratch[num + min(b + 8u, last) * width], scratch[num + min(b + 12u, last) * width],
     );
 }
 
-fn put_result(group: u32, row: u32, first: u32, values: Row) {
-    let i = row % head_rows();
-    if (row < all_rows() && i < call.rows) {
-        let head = group * call.heads_per_group + row / head_rows();
-        let at = ((call.first_row + i) * call.heads + head) * call.value_dim + first;
-        for (var j = 0u; j < 4u; j++) {
-            if (first + j < call.value_dim) {
-                result[at + j] = values.left[j];
-            }
-            if (first + 32u + j < call.value_dim) {
-                result[at + 32u + j] = values.right[j];
-            }
+fn stage_quarter(y: u32, x: u32, shares: vec4<f32>, values: Quarter) {
+    tile_b[y * 64u + x] = values.row0 * shares.x;
+    tile_b[y * 64u + 16u + x] = values.row1 * shares.y;
+    tile_b[y * 64u + 32u + x] = values.row2 * shares.z;
+    tile_b[y * 64u + 48u + x] = values.row3 * shares.w;
+}
+
+// The staged 32 x 64 results, from this row and column on, by neighbouring threads side by side.
+fn put_results(group: u32, first: u32, column: u32, thread: u32) {
+    let c = column + thread % 64u;
+    for (var i = thread / 64u; i < 32u; i += 2u) {
+        let number = first + i;
+        let row = number % head_rows();
+        if (number < all_queries() && row < call.rows && c < call.value_dim) {
+            let head = group * call.heads_per_group + number / head_rows();
+            let at = ((call.first_row + row) * call.heads + head) * call.value_dim;
+            result[at + c] = tile_b[i * 16u + thread % 64u / 4u][thread % 4u];
         }
     }
 }
 
-// Workgroups: (tiles of dv, tiles of H*rows, G).
-@compute @workgroup_size(64)
+// Workgroups: (tiles of dv x tiles of queries, G).
+@compute @workgroup_size(128)
 fn o1b_attend(
     @builtin(workgroup_id) workgroup: vec3<u32>,
     @builtin(local_invocation_index) thread: u32,
 ) {
-    let group = workgroup.z;
+    let group = workgroup.y;
     let ring = ring_of(group, thread);
     let m = call.landmarks;
-    let span = span_of(workgroup.y, ring);
-    let end = sink_columns() + span.keys;
-    let first = workgroup.y * ROWS;
-    let left = workgroup.x * COLUMNS;
-    let terms = terms_of(thread, all_rows() - first, call.value_dim - left);
+    let wides = (call.value_dim + WIDE - 1u) / WIDE;
+    let tile = workgroup.x / wides;
+    let left = workgroup.x % wides * (WIDE / 4u);
+    let span = span_of(tile, ring);
+    let end = span.end - m;
+    let y = thread / 16u;
+    let x = thread % 16u;
     var sums = no_sums();
-    var slice = near_slice(group, ring, span, first, 0u, left, thread);
+    var slice = near_slice(group, tile, span, 0u, left, thread);
     for (var base = 0u; base < end; base += DEPTH) {
         workgroupBarrier();
-        stage_rows(slice, thread);
-        stage_terms(slice, thread);
+        stage_rows_of_terms(slice, thread);
+        stage_columns_of_terms(slice, thread);
         workgroupBarrier();
         if (base + DEPTH < end) {
-            slice = near_slice(group, ring, span, first, base + DEPTH, left, thread);
+            slice = near_slice(group, tile, span, base + DEPTH, left, thread);
         }
-        sums = add_staged(sums, thread, terms);
+        sums = add_staged(sums, y, x);
     }
-    // Each head has far numerators of its own: the rows of other heads weigh them with 0.
-    if (gone(ring, span.last_row) > ring.pad) {
-        for (var head = span.first_head; head <= span.last_head; head++) {
+    if (m > 0u && gone(ring, span.last_row) > 0u) {
+        let block = span.first_row / TILE;
+        let first_head = tile * TILE / head_rows();
+        let last_head = (min(tile * TILE + TILE, all_queries()) - 1u) / head_rows();
+        for (var head = first_head; head <= last_head; head++) {
             for (var base = 0u; base < m; base += DEPTH) {
-                let part = head_slice(group, span, head, first, base, left, thread);
+                let part = far_slice(group, tile, block, head, base, left, thread);
                 workgroupBarrier();
-                stage_rows(part, thread);
-                stage_terms(part, thread);
+                stage_rows_of_terms(part, thread);
+                stage_columns_of_terms(part, thread);
                 workgroupBarrier();
-                sums = add_staged(sums, thread, terms);
+                sums = add_staged(sums, y, x);
             }
         }
     }
-    let results = joined(sums, thread);
-    let row = first + first_row_of(thread);
-    let column = left + first_column_of(thread);
-    put_result(group, row, column, results.row0);
-    put_result(group, row + 1u, column, results.row1);
-    put_result(group, row + 2u, column, results.row2);
-    put_result(group, row + 3u, column, results.row3);
-}
-
-// ring_commit ------------------------------------------------------------------------------------
-
-// The last rows take their slots. Workgroups: (rows, G).
-@compute @workgroup_size(64)
-fn o1b_ring_commit(
-    @builtin(workgroup_id) workgroup: vec3<u32>,
-    @builtin(local_invocation_index) thread: u32,
-) {
-    let group = workgroup.y;
-    let at = group * 4u;
-    let window = select(group_meta[at + 3u], call.ring, group_meta[at + 3u] == 0u);
-    // Two rows of a slot apart by a window: only the later one stays.
-    if (workgroup.x + window < call.rows) {
-        return;
-    }
-    let to = group * call.ring + (group_meta[at + 1u] + group_meta[at] + workgroup.x) % window;
-    let source = (call.first_row + workgroup.x) * call.groups + group;
-    for (var t = thread; t < call.head_dim; t += 64u) {
-        ring_k[to * call.head_dim + t] = k[source * call.head_dim + t];
-    }
-    for (var t = thread; t < call.value_dim; t += 64u) {
-        ring_v[to * call.value_dim + t] = v[source * call.value_dim + t];
-    }
-}
-
-// meta -------------------------------------------------------------------------------------------
-
-// Length, head and far count after the call. Workgroups: (1).
-@compute @workgroup_size(64)
-fn o1b_meta(@builtin(local_invocation_index) thread: u32) {
-    for (var group = thread; group < call.groups; group += 64u) {
-        let at = group * 4u;
-        let window = select(group_meta[at + 3u], call.ring, group_meta[at + 3u] == 0u);
-        let held = group_meta[at] + call.rows;
-        if (held > window) {
-            let evicted = held - window;
-            group_meta[at] = window;
-            group_meta[at + 1u] = (group_meta[at + 1u] + evicted) % window;
-            group_meta[at + 2u] += evicted;
-        } else {
-            group_meta[at] = held;
-        }
-    }
+    let upper = scratch[shares_at(group, tile) + y];
+    let lower = scratch[shares_at(group, tile) + y + 8u];
+    let first = tile * TILE;
+    let column = left * 4u;
+    workgroupBarrier();
+    stage_quarter(y, x, upper, sums.upper_left);
+    workgroupBarrier();
+    put_results(group, first, column, thread);
+    workgroupBarrier();
+    stage_quarter(y, x, upper, sums.upper_right);
+    workgroupBarrier();
+    put_results(group, first, column + 64u, thread);
+    workgroupBarrier();
+    stage_quarter(y, x, lower, sums.lower_left);
+    workgroupBarrier();
+    put_results(group, first + 32u, column, thread);
+    workgroupBarrier();
+    stage_quarter(y, x, lower, sums.lower_right);
+    workgroupBarrier();
+    put_results(group, first + 32u, column + 64u, thread);
 }
