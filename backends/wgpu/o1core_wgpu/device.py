@@ -20,6 +20,7 @@ import wgpu.backends.wgpu_native
 from o1core.errors import BackendUnavailable
 from o1core.process import changed_environment, exit_without_drivers, headless
 from o1core_wgpu.kernel_set import MAX_WORKGROUPS, GivenKernels, KernelSet
+from o1core_wgpu.native import without_checks
 
 __all__ = ["DeviceLostError", "Gpu", "open_gpu", "software_adapter"]
 
@@ -159,6 +160,8 @@ class Gpu:
 
     def _compile(self, kernels: KernelSet) -> dict[str, Pipeline]:
         module = self.device.create_shader_module(code=kernels.text, label=kernels.label)
+        if kernels.trusted:
+            module = without_checks(self.device, kernels.text, kernels.label) or module
         pipelines = {}
         for name, entry in kernels.interface.entry_points.items():
             layout = self.device.create_bind_group_layout(

@@ -64,6 +64,9 @@ class KernelSet(ABC):
 
     strategies: tuple[Strategy, ...] = ("sub-chunk",)
 
+    trusted = False
+    """Whether the kernels may run without wgpu's bounds checks: own ones, never a user's."""
+
     uniform_bytes: int = 4 * UNIFORM_WORDS
     """Bytes of the uniform."""
 
@@ -118,6 +121,7 @@ class OwnKernels(KernelSet):
     MAX_LANDMARKS = 256
     label = "o1core's own WGSL"
     strategies = STRATEGIES[::-1]
+    trusted = True
     uniform_bytes = 4 * (UNIFORM_WORDS + 11)
     completes: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "o1b_logits": ("far_e",),
@@ -156,7 +160,7 @@ class OwnKernels(KernelSet):
         }
 
     def _columns(self, g: Geometry) -> int:
-        """Of a tile of queries: all that a row can see, and what the rows of its tile see beyond."""
+        """Of a tile of queries: what a row can see, and what its tile sees beyond."""
         return g.landmarks + g.sinks + g.ring + self.TILE
 
     def _query_tiles(self, g: Geometry, rows: int) -> int:
