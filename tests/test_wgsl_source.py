@@ -173,34 +173,31 @@ def test_original_with_crlf(original: Path, tmp_path: Path) -> None:
 
 
 def test_our_kernels_have_the_interface_too() -> None:
-    """The same names and numbers; what differs is that keys of the call itself may go far in it."""
+    """The same names and numbers, and each launch binds what its part of the work needs."""
     interface = parse((ROOT / "backends/wgpu/o1core_wgpu/kernels.wgsl").read_text("utf-8"))
-    entry_points = interface.entry_points
-    assert entry_points.keys() >= USES.keys()
-    stages = {
-        "far_e": ("o1b_far_e",),
-        "attend": ("o1b_attend_logits", "o1b_attend_weights", "o1b_attend"),
-        "far_commit": ("o1b_far_sums", "o1b_far_commit"),
-        "ring_commit": ("o1b_ring_commit",),
-        "meta": ("o1b_meta",),
+    needs = {
+        "gather": "meta ring_k ring_v sink_k sink_v k v scratch",
+        "logits": "q q_landmarks k_landmarks scratch",
+        "far_sums": "scratch",
+        "commit": "meta ring_k ring_v far_max_mass far_num k v scratch",
+        "weights": "mix scratch",
+        "attend": "scratch out",
     }
-    assert entry_points.keys() == {name for parts in stages.values() for name in parts}
-    more = {"far_e": {"k"}, "far_commit": {"v"}}
-    less = {"attend": {"far_num"}}  # it reads running sums from scratch instead
-    for name, kernel in KERNELS.items():
-        used = {number for n in stages[name] for number in entry_points[n].bindings} - {15}
-        names = {*kernel.reads, *kernel.writes} | more.get(name, set())
-        assert used == {NUMBERS[n] for n in names - less.get(name, set())}, name
+    entry_points = interface.entry_points
+    assert entry_points.keys() == {f"o1b_{name}" for name in needs}
+    for name, names in needs.items():
+        used = set(entry_points[f"o1b_{name}"].bindings) - {15}
+        assert used == {NUMBERS[n] for n in names.split()}, name
     for buffer in buffers(G, 1):
         written = interface.bindings[buffer.binding].access == "read_write"
         assert written == (buffer.name in WRITTEN), buffer.name
     # Of storage buffers WebGPU guarantees 8.
-    assert max(len(set(e.bindings) - {15}) for e in entry_points.values()) == 7
+    assert max(len(set(e.bindings) - {15}) for e in entry_points.values()) == 8
 
 
 def test_our_kernels_are_not_for_load() -> None:
     """They have launches of their own, which the plan of the original's grids does not make."""
-    with pytest.raises(ValueError, match="entry point o1b_attend_logits is not a kernel"):
+    with pytest.raises(ValueError, match="entry point o1b_gather is not a kernel"):
         load(ROOT / "backends/wgpu/o1core_wgpu/kernels.wgsl")
 
 

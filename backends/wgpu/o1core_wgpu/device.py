@@ -26,7 +26,7 @@ __all__ = ["DeviceLostError", "Gpu", "open_gpu", "software_adapter"]
 
 STORAGE_LIMIT = "max-storage-buffers-per-shader-stage"
 STORAGE_BUFFERS = 13
-"""What the original's attend binds; o1core's own kernels bind 7."""
+"""What the original's attend binds; o1core's own kernels bind 8."""
 ADAPTER_NAME = "WGPUPY_WGPU_ADAPTER_NAME"
 """wgpu's own variable, by which hosts and CI pick an adapter for every program."""
 
