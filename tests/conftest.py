@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import BACKENDS, DEFECTS, ORIGINAL
+from support import BACKENDS, COLUMNS, DEFECTS, ORIGINAL, SUB_CHUNK, backend_of
 
 import o1core
 from o1core import registry
@@ -56,9 +56,9 @@ def require_backend(name: str) -> None:
 
 @pytest.fixture(scope="session", params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> str:
-    """A column of the matrix: each backend that runs here; ORIGINAL too with `every_column`."""
+    """A column of the matrix: each backend that runs here; all columns with `every_column`."""
     column: str = request.param
-    require_backend("wgpu" if column == ORIGINAL else column)
+    require_backend(backend_of(column))
     return column
 
 
@@ -70,11 +70,13 @@ def open_engine(request: pytest.FixtureRequest) -> Iterator[Callable[[str], o1co
     def opened(column: str) -> o1core.O1Batch:
         if column in engines:
             return engines[column]
-        name, options = column, {}
+        name, options = backend_of(column), {}
         if column == ORIGINAL:
-            name, options = "wgpu", {"wgsl": request.getfixturevalue("original_wgsl")}
+            options = {"wgsl": request.getfixturevalue("original_wgsl")}
+        elif column in SUB_CHUNK:
+            options = {"strategy": "sub-chunk"}
         require_backend(name)
-        device = TAICHI_ARCH if column == "taichi" else None
+        device = TAICHI_ARCH if name == "taichi" else None
         engine = engines[column] = o1core.O1Batch(name, fallback=None, device=device, **options)
         if name == "wgpu":
             mine = "original WGSL, byte for byte" if column == ORIGINAL else "o1core's own WGSL"
@@ -102,7 +104,7 @@ def hostile(engine: o1core.O1Batch) -> o1core.O1Batch:
 def engines(open_engine: Callable[[str], o1core.O1Batch]) -> dict[str, o1core.O1Batch]:
     """All columns that run here, with hostile memory; there must be two to compare."""
     found, reasons = {}, []
-    for column in (*BACKENDS, ORIGINAL):
+    for column in COLUMNS:
         try:
             executor = open_engine(column)._executor
         except pytest.skip.Exception as absent:
@@ -158,7 +160,7 @@ def poisoned_memory(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return array
 
     monkeypatch.setattr(np, "empty", poisoned)
-    if backend == "taichi":
+    if backend_of(backend) == "taichi":
         poison_taichi(monkeypatch)
     elif backend != "numpy":
         poison_gpu(monkeypatch)

@@ -13,10 +13,19 @@ from o1core.testing.known import FAR_MAXIMUM, SHIFT
 # Columns of the matrix ------------------------------------------------------------------------
 
 BACKENDS = ("numpy", "wgpu", "taichi")
+SUB_CHUNK = ("wgpu-sub-chunk", "taichi-sub-chunk")
+"""Backends that take whole calls by themselves, with the other strategy."""
 ORIGINAL = "wgpu-original"
 """The backend wgpu with the kernels of the upstream engine, unmodified."""
+COLUMNS = (*BACKENDS, *SUB_CHUNK, ORIGINAL)
 
-every_column = pytest.mark.parametrize("backend", [*BACKENDS, ORIGINAL], indirect=True)
+every_column = pytest.mark.parametrize("backend", COLUMNS, indirect=True)
+
+
+def backend_of(column: str) -> str:
+    """The backend that a column of the matrix runs."""
+    return column.partition("-")[0]
+
 
 _CASES: dict[str | None, str] = dict(KNOWN_DEFECTS[ORIGINAL].items())
 DEFECTS: dict[str, dict[str | None, str]] = {
