@@ -286,9 +286,9 @@ def _add_bench(commands: Commands[_Parser]) -> None:
         "Measure the speed of backends beside each other and exact attention. By rows a call, "
         "sizes, backends and their strategies, on the device and with arrays of the host: time, "
         "counted operations a second and their share of what the device can do; also by context, "
-        "after a long stream, and of sealing. Every candidate is checked before it is timed; one that is wrong "
-        "has no figures, and the exit code is 1. Exact attention is torch's where torch is "
-        "installed, on its CUDA device if there is one.",
+        "after a long stream, and of sealing. Every candidate is checked before it is timed; one "
+        "that is wrong has no figures, and the exit code is 1. Exact attention is torch's where "
+        "torch is installed, on its CUDA device if there is one.",
     )
     parser.add_argument(
         "--rows", type=_integers, metavar="N,N,...", help="rows a call (default: 1,64,512,4096)"
@@ -557,8 +557,8 @@ def _bench_options(args: argparse.Namespace) -> Any:
         stream=number("--stream", args.stream, LONG_STREAM, 20_000, 0),
         sealed=number("--seal", args.seal, 4096, 1024, 0),
         repeats=number("--repeats", args.repeats, 15, 5, 1),
-        budget=1.0 if args.quick else 4.0,
-        stream_seconds=3.0 if args.quick else 20.0,
+        budget=1.0 if args.quick else 3.0,
+        stream_seconds=3.0 if args.quick else 15.0,
     )
 
 

@@ -18,6 +18,9 @@ __all__ = ["Ceiling", "Meter", "Resident"]
 class Resident(ABC):
     """Calls of one layer on the same rows, which lie on its device, as does the output."""
 
+    has_clock: bool = False
+    """Whether the device can say by itself how long a call took."""
+
     @abstractmethod
     def start(self) -> None:
         """Start a call; it need not have ended when this returns."""
@@ -30,9 +33,9 @@ class Resident(ABC):
     def out(self) -> F32:
         """The output of the last call, waited for and copied to the host."""
 
-    def device_seconds(self) -> float | None:
-        """Run a call: how long it took by the device's own clock; None, and no call, without."""
-        return None
+    def device_seconds(self) -> float:
+        """Run a call, and wait: how long it took by the device's own clock, if it has one."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -158,7 +158,8 @@ class TorchExact(Exact):
                     found[kernel] = work(), work
             except AssertionError as fault:
                 raise AssertionError(f"kernel {kernel}: {fault}") from fault
-            except RuntimeError as fault:  # torch has no such kernel for this, or no memory
+            except (RuntimeError, TypeError, ValueError) as fault:
+                # torch has no such kernel for this, or no memory.
                 refused[kernel] = str(fault).partition("\n")[0]
         if not found:
             raise RuntimeError(f"torch has no kernel for it: {refused}")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 from o1core import reference
 from o1core.bench.candidates import Candidate, measure_ceilings, open_candidates
@@ -37,6 +38,8 @@ STREAM_CALL = 4096
 FIRST_STREAM = 1000
 IN_FLIGHT = 4
 """Calls of a stream before a wait, so that the device's queue does not grow without end."""
+
+T = TypeVar("T")
 
 Watch = Callable[[str, int, int], None]
 """Told what comes next, how much is done, and how much there is."""
@@ -82,8 +85,8 @@ class Options:
     stream: int
     sealed: int
     repeats: int = 15
-    budget: float = 4.0
-    stream_seconds: float = 20.0
+    budget: float = 3.0
+    stream_seconds: float = 15.0
 
 
 def bench(options: Options, watch: Watch | None = None) -> Results:
@@ -105,14 +108,19 @@ def bench(options: Options, watch: Watch | None = None) -> Results:
             if device not in known:
                 try:
                     known[device] = measure_ceilings(candidate.meter)
+                    if not known[device]:
+                        results.note(f"{candidate.name} has no ceilings here")
                 except Exception as fault:  # the figures stand without
                     known[device] = ()
                     results.note(f"{candidate.name} has no ceilings: {_line(fault)}")
             candidate.subject.rates = known[device]
         for done, shape in enumerate(options.shapes):
-            run = _Run(options, shape, results, candidates, watch)
-            results.geometries[shape.name] = run.g
-            run.measure(done)
+            try:
+                run = _Run(options, shape, results, candidates, watch)
+                results.geometries[shape.name] = run.g
+                run.measure(done)
+            except Exception as fault:  # of what all candidates are compared with
+                results.errors.append(f"{shape.name}: {_line(fault)}")
     if not any(f.candidate != SERIAL for f in results.figures):
         results.errors.append("nothing was measured")
     results.seconds = time.monotonic() - begun
@@ -195,6 +203,16 @@ class _Run:
             self.results.drop(self.shape.name, candidate.name)
         self.live = [x for x in self.live if x is not candidate]
 
+    def _each(self, make: Callable[[Candidate], T]) -> dict[str, T]:
+        """What `make` gives for every candidate; one for which it fails is not measured further."""
+        found: dict[str, T] = {}
+        for candidate in list(self.live):
+            try:
+                found[candidate.name] = make(candidate)
+            except Exception as fault:
+                self._wrong(candidate, fault)
+        return found
+
     # Rows -----------------------------------------------------------------------------------------
 
     def rows(self, count: int) -> None:
@@ -203,15 +221,12 @@ class _Run:
         Apart, since a GPU that has to wait for another way lowers its clock in the meantime.
         """
         rows = self.truths[count].rows
-        resident: dict[str, Resident] = {}
-        for candidate in list(self.live):
-            try:
-                found = candidate.meter.resident(self._layer(candidate), *rows)
-            except Exception as fault:
-                self._wrong(candidate, fault)
-                continue
-            if found is not None:
-                resident[candidate.name] = found
+        made = self._each(lambda x: x.meter.resident(self._layer(x), *rows))
+        resident = {name: found for name, found in made.items() if found is not None}
+        for name, each in resident.items():
+            if not each.has_clock:
+                self.results.note(f"{name} has no clock of the device")
+        layers = self._each(self._layer)
         ways: dict[Way, dict[str, Work]] = {
             "wait": {n: clocked(r.wait) for n, r in resident.items()},
             "resident": {n: clocked(r.start, r.wait) for n, r in resident.items()},
@@ -219,15 +234,9 @@ class _Run:
                 n: clocked(*[r.start] * PIPELINED, r.wait, calls=PIPELINED)
                 for n, r in resident.items()
             },
-            "device clock": {},
-            "arrays": {},
+            "device clock": {n: partial(_by_device, r) for n, r in resident.items() if r.has_clock},
+            "arrays": {n: clocked(partial(x.extend, *rows)) for n, x in layers.items()},
         }
-        for name, each in resident.items():
-            if each.device_seconds() is not None:
-                ways["device clock"][name] = partial(_by_device, each)
-        for candidate in self.live:
-            layer = self._layer(candidate)
-            ways["arrays"][candidate.name] = clocked(partial(layer.extend, *rows))
         serial = self._serial(count)
         if serial is not None:
             ways["arrays"][SERIAL] = serial
@@ -288,26 +297,28 @@ class _Run:
     def contexts(self) -> None:
         """Layers that stream on from context to context, and exact attention at each."""
         exact = self._open_exact()
-        streams = {x.name: _Stream(x, self._layer(x), self.options) for x in self.live}
+        streams = self._each(lambda x: _Stream(x, self._layer(x), self.options))
         for context in self._checkpoints():
-            standing = {}
-            for candidate in list(self.live):
-                stream = streams[candidate.name]
-                try:
-                    reached = stream.advance(context)
-                    check_standing(stream.layer, topical_rows(self.g, 2, STANDING_ROWS))
-                except Exception as fault:
-                    self._wrong(candidate, fault)
-                    continue
-                if not reached and context == self.options.stream:
-                    self.results.note(
-                        f"{candidate.name}, {self.shape.name}: {stream.layer.rows_seen:,} rows "
-                        f"streamed in {self.options.stream_seconds:g} s, not {context:,}"
-                    )
-                if reached or context == self.options.stream:
-                    standing[candidate.name] = stream
+            arrived = self._arrive(streams, context)
             for rows in self.options.rows:
-                self._at_context(context, rows, standing, exact)
+                self._at_context(context, rows, arrived, exact)
+
+    def _arrive(self, streams: Mapping[str, _Stream], context: int) -> dict[str, _Stream]:
+        """The streams that are at a context, once all have gone on."""
+        there = self._each(lambda x: self._advance(streams[x.name], context))
+        return {name: streams[name] for name, arrived in there.items() if arrived}
+
+    def _advance(self, stream: _Stream, context: int) -> bool:
+        """Stream on; whether the layer is where it is to be measured, and right there."""
+        reached = stream.advance(context)
+        check_standing(stream.layer, topical_rows(self.g, 2, STANDING_ROWS))
+        if reached or context != self.options.stream:
+            return reached
+        self.results.note(
+            f"{stream.name}, {self.shape.name}: {stream.layer.rows_seen:,} rows streamed in "
+            f"{self.options.stream_seconds:g} s, not {context:,}"
+        )
+        return True
 
     def _checkpoints(self) -> list[int]:
         """Contexts, and what a layer is to have streamed, first little and at last very much."""
@@ -336,8 +347,10 @@ class _Run:
     ) -> None:
         work: dict[str, Work] = {}
         ways: dict[str, Way] = {}
-        for name, stream in standing.items():
-            ways[name], work[name] = stream.work(rows)
+        made = self._each(lambda x: standing[x.name].work(rows) if x.name in standing else None)
+        for name, each in made.items():
+            if each is not None:
+                ways[name], work[name] = each
         streamed = {name: stream.layer.rows_seen for name, stream in standing.items()}
         if exact is not None and context in self.options.contexts and rows <= context:
             for name, found in exact.works(rows, context):
@@ -352,8 +365,8 @@ class _Run:
         seconds, failed = in_turns(work, self.options.repeats, self.options.budget / 2)
         for name, fault in failed.items():
             self._failed(name, fault)
-        for name, each in seconds.items():
-            self._add("context", ways[name], rows, name, each, context, streamed.get(name))
+        for name, times in seconds.items():
+            self._add("context", ways[name], rows, name, times, context, streamed.get(name))
 
     # Sealing --------------------------------------------------------------------------------------
 
@@ -363,23 +376,22 @@ class _Run:
         if not count:
             return
         config, rows = self.shape.config, topical_rows(self.g, 5, count, count)
-        seal = {x.name: clocked(partial(x.engine.seal, *rows, config)) for x in self.live}
+        seal = self._each(lambda x: clocked(partial(x.engine.seal, *rows, config)))
         self._turns("seal", "arrays", count, seal)
-        extend = {x.name: clocked(partial(self._layer(x).extend, *rows)) for x in self.live}
+        extend = self._each(lambda x: clocked(partial(self._layer(x).extend, *rows)))
         self._turns("extend", "arrays", count, extend)
 
 
 def _by_device(resident: Resident) -> float:
-    seconds = resident.device_seconds()
-    assert seconds is not None
-    return seconds
+    return max(resident.device_seconds(), 1e-9)  # as in `clocked`
 
 
 class _Stream:
     """A layer that sees more and more rows, on its device where it can."""
 
     def __init__(self, candidate: Candidate, layer: Layer, options: Options) -> None:
-        self.layer, self._candidate, self._options = layer, candidate, options
+        self.name, self.layer = candidate.name, layer
+        self._candidate, self._options = candidate, options
         self._spent = 0.0
         self._long = topical_rows(layer.geometry, 4, STREAM_CALL)
         self._resident = candidate.meter.resident(layer, *self._long)

@@ -59,7 +59,8 @@ class Start:
 
     def __init__(self, config: Config, g: Geometry) -> None:
         self.config, self.geometry = config, g
-        self.prompt = topical_rows(g, 1, max(PROMPT, 2 * config.seal_rows))
+        rows = max(PROMPT, 2 * config.seal_rows, 8 * config.landmarks)
+        self.prompt = topical_rows(g, 1, rows, rows)
         with O1Batch("numpy", fallback=None) as engine:
             self.state: LayerState = engine.seal(*self.prompt, config).state()
 

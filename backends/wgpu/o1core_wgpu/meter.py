@@ -89,7 +89,8 @@ class _Encoded(_Submitted, Resident):
         super().__init__(gpu, 4 * self._rows * g.heads * g.value_dim)
         self._layer = layer
         self._inputs = [_uploaded(gpu, x) for x in rows]
-        self._clock = _Clock(gpu) if TIMESTAMPS in gpu.device.features else None
+        self.has_clock = TIMESTAMPS in gpu.device.features
+        self._clock = _Clock(gpu) if self.has_clock else None
 
     def _encode(self, encoder: wgpu.GPUCommandEncoder | wgpu.GPUComputePassEncoder) -> None:
         q, k, v = self._inputs
@@ -103,8 +104,8 @@ class _Encoded(_Submitted, Resident):
         out: F32 = np.frombuffer(data, np.float32, int(np.prod(self._shape))).reshape(self._shape)
         return out
 
-    def device_seconds(self) -> float | None:
-        return None if self._clock is None else self._clock.time(self._encode)
+    def device_seconds(self) -> float:
+        return super().device_seconds() if self._clock is None else self._clock.time(self._encode)
 
 
 class _Clock:
