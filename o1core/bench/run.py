@@ -325,7 +325,7 @@ class _Run:
         found = {*self.options.contexts}
         if self.options.stream:
             found.add(self.options.stream)
-            if min(found) > 2 * FIRST_STREAM:
+            if min(found) >= 2 * FIRST_STREAM:
                 found.add(FIRST_STREAM)
         return sorted(found)
 

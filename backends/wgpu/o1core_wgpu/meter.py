@@ -15,7 +15,7 @@ from o1core.meter import Ceiling, Meter, Resident
 from o1core_wgpu.device import TIMESTAMPS, Gpu
 from o1core_wgpu.workspace import STAGING, STORAGE
 
-__all__ = ["WgpuMeter"]
+__all__ = ["Copy", "Product", "WgpuMeter"]
 
 PROBE = 64
 """Bytes that are read to wait for what was submitted."""
@@ -39,10 +39,10 @@ class WgpuMeter(Meter):
     def ceilings(self) -> Sequence[Ceiling]:
         # A driver on the CPU takes a second for what a GPU does in a millisecond.
         size, copied = (256, 2**22) if self._gpu.software else (4096, 2**27)
-        tiles = size // TILE
-        product = _Launch(self._gpu, "product", 4 * size * size, (tiles, tiles), {"SIZE": size})
+        ones = np.ones((size, size), np.float32)
+        product = Product(self._gpu, ones, ones)
         product.expect(size)
-        copy = _Launch(self._gpu, "copy", copied, (copied // COPY_GROUP, 1), {})
+        copy = Copy(self._gpu, np.ones(copied // 4, np.float32))
         copy.expect(1)
         return (
             Ceiling(
@@ -139,27 +139,23 @@ class _Clock:
 
 
 class _Launch(_Submitted):
-    """An entry point of ceilings.wgsl, on inputs of ones."""
+    """An entry point of ceilings.wgsl on its inputs, by binding; the output has the size of one."""
+
+    entry_point: str
 
     def __init__(
-        self,
-        gpu: Gpu,
-        entry_point: str,
-        nbytes: int,
-        workgroups: tuple[int, int],
-        constants: dict[str, int],
+        self, gpu: Gpu, inputs: dict[int, F32], workgroups: tuple[int, int], **constants: int
     ) -> None:
+        nbytes = inputs[0].nbytes
         super().__init__(gpu, nbytes)
-        ones = np.ones(nbytes // 4, np.float32)
         text = files("o1core_wgpu").joinpath("ceilings.wgsl").read_text("utf-8")
         module = gpu.device.create_shader_module(code=text, label="ceilings")
         self._pipeline = gpu.device.create_compute_pipeline(
             layout="auto",
-            compute={"module": module, "entry_point": entry_point, "constants": constants},
+            compute={"module": module, "entry_point": self.entry_point, "constants": constants},
         )
-        bound = {0: _uploaded(gpu, ones), 2: self._out}
-        if entry_point == "product":
-            bound[1] = _uploaded(gpu, ones)
+        bound = {number: _uploaded(gpu, array) for number, array in inputs.items()}
+        bound[2] = self._out
         self._group = gpu.device.create_bind_group(
             layout=self._pipeline.get_bind_group_layout(0),
             entries=[
@@ -179,13 +175,37 @@ class _Launch(_Submitted):
         compute.dispatch_workgroups(*self._workgroups, 1)
         compute.end()
 
+    def out(self) -> F32:
+        """All numbers of the output, flat."""
+        out: F32 = np.frombuffer(self._gpu.device.queue.read_buffer(self._out), np.float32)
+        return out
+
     def expect(self, value: float) -> None:
         """RuntimeError unless every number of the output is this one."""
         self.start()
-        got = np.frombuffer(self._gpu.device.queue.read_buffer(self._out), np.float32)
+        got = self.out()
         if not (got == value).all():
             wrong = got[got != value][0]
             raise RuntimeError(f"{self._gpu.name} gives {wrong} where a ceiling is {value}")
+
+
+class Product(_Launch):
+    """`a.T @ b`, square matrices of a multiple of 128 rows."""
+
+    entry_point = "product"
+
+    def __init__(self, gpu: Gpu, a: F32, b: F32) -> None:
+        tiles = len(a) // TILE
+        super().__init__(gpu, {0: a, 1: b}, (tiles, tiles), SIZE=len(a))
+
+
+class Copy(_Launch):
+    """A copy of a multiple of `COPY_GROUP` bytes."""
+
+    entry_point = "copy"
+
+    def __init__(self, gpu: Gpu, a: F32) -> None:
+        super().__init__(gpu, {0: a}, (a.nbytes // COPY_GROUP, 1))
 
 
 def _uploaded(gpu: Gpu, array: F32) -> wgpu.GPUBuffer:
