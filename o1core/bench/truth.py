@@ -24,7 +24,7 @@ TOPIC = 0.6
 """Size of what the rows of a topic have in common, relative to their noise."""
 TOPICS = 32
 PROMPT = 1024
-SAMPLE = 12
+SAMPLE = 8
 """Rows of a call that are held against the oracle."""
 STANDING_ROWS = 2
 """Rows for `check_standing`, which computes them one by one."""
