@@ -207,38 +207,6 @@ def agree(what: str, got: Any, want: Any) -> None:
         raise DisagreementError(f"{what}: results differ by {error:.2g}, allowed is {TOLERANCE:g}")
 
 
-def rows_command(
-    argv: Sequence[str] | None,
-    doc: str | None,
-    devices: str,
-    measure: Callable[[Shape, Sequence[int], str | None, str | None, int], Any],
-    report: Callable[[Shape, Any], str],
-) -> int:
-    """The command line of the benchmarks of rows on a device; devices says what `--device` takes.
-
-    measure gets the shape, the row counts, device, WGSL and repetitions, and returns milliseconds,
-    `{rows: {(way, candidate): [...]}}`; report makes the table.
-    """
-    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
-    parser.add_argument("--wgsl", help="WGSL or Rust source of kernels to compare with")
-    parser.add_argument("--rows", default="1,64,512", help="rows a call (default: 1,64,512)")
-    parser.add_argument("--groups", type=int, default=4, help="KV groups (default: 4)")
-    parser.add_argument("--heads", type=int, default=6, help="heads a group (default: 6)")
-    parser.add_argument("--dim", type=int, default=256, help="head_dim (default: 256)")
-    parser.add_argument("--device", help=devices)
-    parser.add_argument("--repeats", type=int, default=15, help="repetitions (default: 15)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
-    args = parser.parse_args(argv)
-    shape = Shape(args.groups, args.heads, args.dim)
-    counts = [int(x) for x in args.rows.split(",")]
-    found = measure(shape, counts, args.device, args.wgsl, args.repeats)
-    print(report(shape, found))
-    if args.json:
-        plain = {n: {"/".join(key): x for key, x in each.items()} for n, each in found.items()}
-        args.json.write_text(json.dumps({"shape": str(shape), "ms": plain}))
-    return 0
-
-
 def cut(rows: Rows, per_call: int) -> Iterator[Rows]:
     """The rows in calls of `per_call`."""
     q, k, v = rows

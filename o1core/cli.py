@@ -15,7 +15,8 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from importlib import resources
+from importlib import import_module, resources
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -40,6 +41,9 @@ DEMO_PARTS = 4
 DEMO_REPEATS = 3
 MAX_PLAN_ROWS = 2**20
 REQUIRE = "O1CORE_REQUIRE"
+WGSL = "O1CORE_WGSL"
+GEOMETRY = "4x6x256"
+LONG_STREAM = 1_000_000
 DEMO_CAPTURE = "smollm2-135m-layer*.npz"
 
 
@@ -141,7 +145,7 @@ def _parser() -> _Parser:
     )
     parser.add_argument("--version", action="version", version=f"o1core {o1core.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
-    for add in (_add_backends, _add_plan, _add_run, _add_parity, _add_demo):
+    for add in (_add_backends, _add_plan, _add_run, _add_parity, _add_bench, _add_demo):
         add(commands)
     return parser
 
@@ -274,6 +278,65 @@ def _add_parity(commands: Commands[_Parser]) -> None:
     )
 
 
+def _add_bench(commands: Commands[_Parser]) -> None:
+    parser = _command(
+        commands,
+        "bench",
+        _bench,
+        "Measure the speed of backends beside each other and exact attention. By rows a call, "
+        "sizes, backends and their strategies, on the device and with arrays of the host: time, "
+        "counted operations a second and their share of what the device can do; also by context, "
+        "after a long stream, and of sealing. Every candidate is checked before it is timed; one "
+        "that is wrong has no figures, and the exit code is 1. Exact attention is torch's where "
+        "torch is installed, on its CUDA device if there is one.",
+    )
+    parser.add_argument(
+        "--rows", type=_integers, metavar="N,N,...", help="rows a call (default: 1,64,512,4096)"
+    )
+    parser.add_argument(
+        "--geometry",
+        action="append",
+        metavar="GxHxD[:KEY=N,...]",
+        help="KV groups, heads a group and head dim, with landmarks, window, sinks or value_dim "
+        f"after a colon; may be given again (default: {GEOMETRY})",
+    )
+    parser.add_argument(
+        "--backends",
+        metavar="NAME,NAME,...",
+        help="backends or variants of them, as wgpu-sub-chunk; Taichi runs on one arch a process "
+        "(default: every variant that runs here on a GPU, and numpy)",
+    )
+    parser.add_argument(
+        "--wgsl",
+        type=Path,
+        metavar="FILE",
+        help="WGSL, or Rust that holds it, for wgpu-original (default: of O1CORE_WGSL)",
+    )
+    parser.add_argument(
+        "--contexts",
+        type=_contexts,
+        metavar="N,N,...",
+        help="keys of exact attention, or none (default: to 131072 with CUDA, else to 4096)",
+    )
+    parser.add_argument(
+        "--stream",
+        type=int,
+        metavar="N",
+        help="rows that a layer has seen in the end, if time allows; 0 for none "
+        f"(default: {LONG_STREAM})",
+    )
+    parser.add_argument(
+        "--seal", type=int, metavar="N", help="rows of a prompt; 0 for none (default: 4096)"
+    )
+    parser.add_argument(
+        "--repeats", type=int, metavar="N", help="repetitions, if time allows (default: 15)"
+    )
+    parser.add_argument("--quick", action="store_true", help="less of everything")
+    parser.add_argument(
+        "--plot", type=Path, metavar="DIR", help="write PNG files there (extra: bench)"
+    )
+
+
 def _add_demo(commands: Commands[_Parser]) -> None:
     parser = _command(
         commands,
@@ -343,6 +406,10 @@ def _add_layer(parser: _Parser) -> None:
         action="store_true",
         help="fail if the backend is not usable, instead of going on with numpy",
     )
+
+
+def _contexts(text: str) -> tuple[int, ...]:
+    return () if text == "none" else _integers(text)
 
 
 def _integers(text: str) -> tuple[int, ...]:
@@ -421,7 +488,7 @@ def _parity(args: argparse.Namespace) -> int:
     if args.junit is not None:
         _check_folder("--junit", args.junit)
     required = [name.strip() for name in os.environ.get(REQUIRE, "").split(",")]
-    with _watch() as watch, _input_errors():
+    with _watch("parity") as watch, _input_errors():
         matrix = parity(args.backend, quick=args.quick, require=filter(None, required), watch=watch)
     if args.junit is not None:
         with _writing("--junit", args.junit):
@@ -433,17 +500,125 @@ def _parity(args: argparse.Namespace) -> int:
     return 0
 
 
+def _bench(args: argparse.Namespace) -> int:
+    from o1core import bench
+
+    plot = args.plot
+    if plot is not None:
+        if not plot.is_dir():
+            raise BadInputError(f"--plot {plot} must be a folder that is there")
+        if find_spec("matplotlib") is None:
+            raise BadInputError("--plot needs matplotlib: pip install 'o1core[bench]'")
+    options = _bench_options(args)
+    with _wgsl(args.wgsl), _watch("bench") as watch:
+        results = bench.bench(options, watch)
+    if plot is not None:
+        from o1core.bench.plot import plots
+
+        with _writing("--plot", plot):
+            plots(results, plot)
+    _say(results.to_json() if args.json else str(results))
+    for error in results.errors:
+        _complain("error", error)
+    return 0 if results.passed else 1
+
+
+def _bench_options(args: argparse.Namespace) -> Any:
+    from o1core.bench.run import Options, Shape
+
+    def counts(option: str, given: Any, default: tuple[int, ...], quick: tuple[int, ...]) -> Any:
+        found = (quick if args.quick else default) if given is None else given
+        for x in found:
+            if not 1 <= x <= MAX_PLAN_ROWS:
+                raise BadInputError(f"{option} must be between 1 and {MAX_PLAN_ROWS}, got {x}")
+        return tuple(sorted(set(found)))
+
+    def number(option: str, given: int | None, default: int, quick: int, least: int) -> int:
+        found = (quick if args.quick else default) if given is None else given
+        if found < least:
+            raise BadInputError(f"{option} must be at least {least}, got {found}")
+        return found
+
+    shapes = [_shape(text, Shape) for text in dict.fromkeys(args.geometry or [GEOMETRY])]
+    names = None
+    if args.backends is not None:
+        names = [name.strip() for name in args.backends.split(",")]
+        if not all(names):
+            raise BadInputError(f"--backends must be names, got {args.backends!r}")
+    short, long = (1024, 4096), (1024, 4096, 32768, 131072)
+    contexts = args.contexts
+    if contexts is None and not args.quick:
+        contexts = long if _has_cuda() else short
+    return Options(
+        shapes=shapes,
+        rows=counts("--rows", args.rows, (1, 64, 512, 4096), (1, 64)),
+        backends=names,
+        contexts=counts("--contexts", contexts, (), short[:1]),
+        stream=number("--stream", args.stream, LONG_STREAM, 20_000, 0),
+        sealed=number("--seal", args.seal, 4096, 1024, 0),
+        repeats=number("--repeats", args.repeats, 15, 5, 1),
+        budget=1.0 if args.quick else 3.0,
+        stream_seconds=3.0 if args.quick else 15.0,
+    )
+
+
+def _has_cuda() -> bool:
+    if find_spec("torch") is None:
+        return False
+    return bool(import_module("torch").cuda.is_available())
+
+
+def _shape(text: str, make: Callable[..., Any]) -> Any:
+    """A geometry as the command line names it, `4x6x256:window=64`."""
+    sizes, _, rest = text.partition(":")
+    rule = f"--geometry must be GROUPSxHEADSxDIM[:KEY=N,...], got {text!r}"
+    try:
+        groups, heads, dim = (int(x) for x in sizes.split("x"))
+        pairs = (part.split("=") for part in rest.split(",") if rest)
+        settings = {key: int(x) for key, x in pairs}
+    except ValueError:
+        raise BadInputError(rule) from None
+    value_dim = settings.pop("value_dim", dim)
+    known = ("landmarks", "window", "sinks")
+    for key in settings:
+        if key not in known:
+            raise BadInputError(f"{rule}: KEY must be one of value_dim, {', '.join(known)}")
+    with _input_errors(f"--geometry {text}: "):
+        shape = make(text, groups, heads, dim, value_dim, Config(**settings))  # type: ignore[arg-type]
+        _ = shape.geometry
+    return shape
+
+
 @contextmanager
-def _watch() -> Iterator[Watch | None]:
-    """A bar for the matrix on a terminal, else nothing."""
+def _wgsl(file: Path | None) -> Iterator[None]:
+    """The environment variable that names the kernels of wgpu-original, set meanwhile."""
+    if file is None:
+        yield
+        return
+    if not file.is_file():
+        raise BadInputError(f"--wgsl {file} must be a file that is there")
+    before = os.environ.get(WGSL)
+    os.environ[WGSL] = str(file)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[WGSL]
+        else:
+            os.environ[WGSL] = before
+
+
+@contextmanager
+def _watch(what: str) -> Iterator[Watch | None]:
+    """A bar for steps with names on a terminal, else nothing."""
     with _bar() as bar:
         if bar is None:
             yield None
             return
-        task = bar.add_task("parity")
+        task = bar.add_task(what)
 
-        def watch(what: str, done: int, total: int) -> None:
-            bar.update(task, description=what, completed=done, total=total)
+        def watch(step: str, done: int, total: int) -> None:
+            bar.update(task, description=step, completed=done, total=total)
 
         yield watch
 

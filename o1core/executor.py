@@ -11,6 +11,7 @@ import numpy.typing as npt
 from o1core.checks import F32
 from o1core.config import Geometry
 from o1core.layout import Meta, Strategy, as_meta
+from o1core.meter import Meter
 from o1core.plan import MAX_SCRATCH, MAX_SLAB, Plan
 
 __all__ = ["DeviceRows", "Executor"]
@@ -210,6 +211,10 @@ class Executor(ABC):
         """
         del values
         return None
+
+    def meter(self) -> Meter:
+        """What `o1core bench` measures this executor by, besides calls on arrays of the host."""
+        return Meter()
 
     def meta(self, handle: Any) -> Meta:
         """The meta that the device holds."""

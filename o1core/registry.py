@@ -21,6 +21,7 @@ __all__ = [
     "open_auto",
     "open_backend",
     "variants",
+    "why_not_auto",
 ]
 
 log = logging.getLogger(__name__)
@@ -73,6 +74,11 @@ def variants(name: str) -> Mapping[str, Mapping[str, Any]]:
     BackendUnavailable with the reasons when that fails.
     """
     return _load(name).variants()
+
+
+def why_not_auto(name: str, device: Any = None) -> str:
+    """Why "auto" passes over a backend (see `Executor.why_not_auto`); imports it, opens nothing."""
+    return _load(name).why_not_auto(device)
 
 
 class BrokenBackend(BackendUnavailable):

@@ -341,7 +341,7 @@ class Steps(Around):
         state = self.inner.read(handle)
         if self.wrong == "far_e moves the ring" and self.names == ("far_e",):
             state["ring_k"][0, 0] += 1
-        if self.wrong == "far_commit is off" and self.names == ("far_commit",):
+        if self.wrong == "far_commit is off" and "far_commit" in self.names:
             state["far_num"] *= np.float32(1.001)
         return state
 
@@ -369,7 +369,7 @@ class Steps(Around):
         ("far_e twice", "far_e must run once"),
         ("far_e moves the ring", "far_e, sub-chunk at row 0: ring_k has changed"),
         ("attend is off", "out of rows 0..63 row 0 head 0 is off"),
-        ("far_commit is off", "after far_commit, sub-chunk at row 0: far_num"),
+        ("far_commit is off", "after far_commit.*, sub-chunk at row 0: far_num"),
     ],
 )
 def test_wrong_steps_are_caught(engine: o1core.O1Batch, wrong: str, message: str) -> None:

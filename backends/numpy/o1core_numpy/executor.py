@@ -15,9 +15,11 @@ from o1core.checks import F32
 from o1core.config import Geometry
 from o1core.executor import Buffers, Executor
 from o1core.layout import GroupMeta, Meta, state_buffers
+from o1core.meter import Meter
 from o1core.plan import Plan
 from o1core_numpy.cohort import Cohort, Groups, room
 from o1core_numpy.kernels import KERNELS, Call, Kernel, scaled_mix
+from o1core_numpy.meter import NumpyMeter
 
 __all__ = ["NumpyExecutor", "NumpyState"]
 
@@ -57,6 +59,9 @@ class NumpyExecutor(Executor):
         executor = cls()
         executor.use_strategy(strategy)
         return executor
+
+    def meter(self) -> Meter:
+        return NumpyMeter()
 
     def unsupported(self, plan: Plan) -> list[str]:
         # Whatever fits in memory runs.

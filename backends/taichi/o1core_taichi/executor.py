@@ -17,6 +17,7 @@ from o1core.config import Geometry
 from o1core.errors import BackendUnavailable
 from o1core.executor import Buffers, DeviceRows, Executor
 from o1core.layout import Meta, as_meta, buffers, state_buffers
+from o1core.meter import Meter
 from o1core.plan import MAX_SCRATCH, STRATEGIES, Plan, Slab
 from o1core_taichi.common import (
     FIELDS,
@@ -29,6 +30,7 @@ from o1core_taichi.common import (
 from o1core_taichi.kernels import call_on_cpu, call_on_gpu
 from o1core_taichi.language import NAME, ti
 from o1core_taichi.launch import launch
+from o1core_taichi.meter import TaichiMeter
 from o1core_taichi.resident import resident
 from o1core_taichi.runtime import (
     ARCHES,
@@ -187,6 +189,9 @@ class TaichiExecutor(Executor):
             if size > MAX_ELEMENTS
         ]
         return reasons
+
+    def meter(self) -> Meter:
+        return TaichiMeter(self._runtime)
 
     # State ----------------------------------------------------------------------------------------
 

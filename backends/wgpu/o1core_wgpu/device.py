@@ -27,6 +27,7 @@ __all__ = ["DeviceLostError", "Gpu", "open_gpu", "software_adapter"]
 STORAGE_LIMIT = "max-storage-buffers-per-shader-stage"
 STORAGE_BUFFERS = 13
 """What the original's attend binds; o1core's own kernels bind 8."""
+TIMESTAMPS = "timestamp-query"
 ADAPTER_NAME = "WGPUPY_WGPU_ADAPTER_NAME"
 """wgpu's own variable, by which hosts and CI pick an adapter for every program."""
 
@@ -320,7 +321,11 @@ def _leave_alone(libc: Any) -> None:
 def _request(adapter: wgpu.GPUAdapter) -> wgpu.GPUDevice:
     # Whatever is not named keeps the adapter's own limit: bindings and buffers as large as it has.
     wanted = min(STORAGE_BUFFERS, adapter.limits[STORAGE_LIMIT])
-    return adapter.request_device_sync(label="o1core", required_limits={STORAGE_LIMIT: wanted})
+    # Costs nothing until a pass asks for its times, as only `o1core bench` does.
+    features = [name for name in (TIMESTAMPS,) if name in adapter.features]
+    return adapter.request_device_sync(
+        label="o1core", required_features=features, required_limits={STORAGE_LIMIT: wanted}
+    )
 
 
 @cache

@@ -19,9 +19,11 @@ from o1core.config import Geometry
 from o1core.errors import BackendUnavailable
 from o1core.executor import Buffers, Executor
 from o1core.layout import Buffer, Meta, Strategy, as_meta, buffers, state_buffers
+from o1core.meter import Meter
 from o1core.plan import MAX_SCRATCH, MAX_SUB_CHUNK, Plan
 from o1core_wgpu.device import Gpu, open_gpu, software_adapter
 from o1core_wgpu.kernel_set import GivenKernels, KernelSet, own_kernels
+from o1core_wgpu.meter import WgpuMeter
 from o1core_wgpu.source import ENVIRONMENT, load
 from o1core_wgpu.workspace import (
     STAGING,
@@ -194,6 +196,9 @@ class WgpuExecutor(Executor):
     def _largest(self, g: Geometry) -> int:
         """Bytes that an array of rows may have: as a binding, and read back behind meta."""
         return min(self._gpu.largest_binding, self._gpu.largest_buffer - 16 * g.groups)
+
+    def meter(self) -> Meter:
+        return WgpuMeter(self._gpu)
 
     # State ----------------------------------------------------------------------------------------
 
