@@ -12,7 +12,7 @@ from o1core.checks import F32
 from o1core.config import Geometry
 from o1core.layout import Meta, Strategy, as_meta
 from o1core.meter import Meter
-from o1core.plan import MAX_SCRATCH, MAX_SLAB, Plan
+from o1core.plan import MAX_SCRATCH, MAX_SLAB, MAX_SUB_CHUNK, Plan, scratch_bytes
 
 __all__ = ["DeviceRows", "Executor"]
 
@@ -83,7 +83,10 @@ class Executor(ABC):
     """That of the plans it is given; one of `strategies`."""
 
     max_scratch: int = MAX_SCRATCH
-    """Bytes of scratch that a plan of the strategy "whole-call" may take here."""
+    """Bytes of scratch from which on a call of the strategy "whole-call" is cut into slabs.
+
+    A sub-chunk of 64 rows is computed together also where it takes more.
+    """
 
     max_slab: int = MAX_SLAB
     """Rows that it computes together at most, likewise."""
@@ -144,7 +147,7 @@ class Executor(ABC):
             geometry,
             rows,
             strategy=self.strategy,
-            scratch=self.max_scratch,
+            scratch=max(self.max_scratch, scratch_bytes(geometry, MAX_SUB_CHUNK)),
             slab=self.max_slab,
         )
 

@@ -23,6 +23,7 @@ __all__ = [
     "kernels",
     "scratch_parts",
     "state_buffers",
+    "up_to",
 ]
 
 Role = Literal["state", "sealed", "input", "scratch", "output"]
@@ -120,17 +121,28 @@ def buffers(g: Geometry, rows: int, scratch: int | None = None) -> tuple[Buffer,
 def scratch_parts(g: Geometry, rows: int) -> dict[str, tuple[int, ...]]:
     """What the kernels of a whole call tell each other, for `rows` rows: name -> shape.
 
-    Tiles are made of 64 queries, which are rows of one head, or of several of a group where there
-    are less than 64 rows; columns count in fours.
+    An upper bound for every kernel set. Tiles are made of 64 queries: rows of one head, or of
+    several of a group where there are less than 64 rows. Rows count in fours then, and in tiles
+    from 64 on, as numbers of a row or key count in fours.
     """
     sub_chunks = -(-rows // MAX_SUB_CHUNK)
-    queries = g.heads_per_group * (rows if rows < MAX_SUB_CHUNK else MAX_SUB_CHUNK * sub_chunks)
-    tiles = -(-queries // MAX_SUB_CHUNK)
-    columns = -(-g.sinks // 4) * 4 + g.ring + MAX_SUB_CHUNK + 4 + g.landmarks
+    quantum = 4 if rows < MAX_SUB_CHUNK else MAX_SUB_CHUNK
+    rows = up_to(rows, quantum)
+    tiles = -(-g.heads_per_group * rows // MAX_SUB_CHUNK)
+    near = g.sinks + g.ring + rows
     return {
-        **g.far.scratch_parts(g, sub_chunks),
-        "weights": (g.groups, tiles, columns, MAX_SUB_CHUNK),
+        "rings": (g.groups, 8),
+        "keys": (g.groups, g.landmarks + near, up_to(g.head_dim, 4)),
+        "values": (g.groups, near, up_to(g.value_dim, 4)),
+        **g.far.scratch_parts(g, rows, sub_chunks),
+        "weights": (g.groups, tiles, g.landmarks + near - rows + MAX_SUB_CHUNK, MAX_SUB_CHUNK),
+        "shares": (g.groups, tiles, MAX_SUB_CHUNK),
     }
+
+
+def up_to(size: int, multiple: int) -> int:
+    """The least multiple that is not below size."""
+    return -(-size // multiple) * multiple
 
 
 def kernels(g: Geometry, strategy: Strategy) -> tuple[Kernel, ...]:

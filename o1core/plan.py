@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -32,6 +33,7 @@ __all__ = [
     "Plan",
     "Slab",
     "SubChunk",
+    "scratch_bytes",
 ]
 
 STRATEGIES: tuple[Strategy, ...] = ("sub-chunk", "whole-call")
@@ -287,19 +289,18 @@ _cached = lru_cache(maxsize=64)(_build)
 def _largest_slab(geometry: Geometry, scratch: int, most: int) -> int:
     """Rows of a slab, at most so many, whose scratch takes at most so many bytes."""
 
-    def nbytes(rows: int) -> int:
-        return 4 * _elements(scratch_parts(geometry, rows))
-
-    # From a whole sub-chunk on, every part is proportional to their number.
-    fits = min(scratch // nbytes(MAX_SUB_CHUNK), most // MAX_SUB_CHUNK)
-    rows = MAX_SUB_CHUNK * max(1, fits)
-    while rows > 1 and (rows > most or nbytes(rows) > scratch):
+    whole = range(MAX_SUB_CHUNK, most + 1, MAX_SUB_CHUNK)
+    if fits := bisect_right(whole, scratch, key=lambda rows: scratch_bytes(geometry, rows)):
+        return whole[fits - 1]
+    rows = MAX_SUB_CHUNK
+    while rows > 1 and (rows > most or scratch_bytes(geometry, rows) > scratch):
         rows //= 2
     return rows
 
 
-def _elements(parts: Mapping[str, tuple[int, ...]]) -> int:
-    return sum(math.prod(shape) for shape in parts.values())
+def scratch_bytes(geometry: Geometry, rows: int) -> int:
+    """Bytes of scratch in a whole call, or a slab of one, of `rows` rows: all of its parts."""
+    return 4 * sum(math.prod(shape) for shape in scratch_parts(geometry, rows).values())
 
 
 def _buffers(
@@ -308,7 +309,7 @@ def _buffers(
     if strategy == "sub-chunk" or not slabs:
         return buffers(geometry, rows)
     # The first slab is the longest.
-    return buffers(geometry, rows, _elements(scratch_parts(geometry, slabs[0].rows)))
+    return buffers(geometry, rows, scratch_bytes(geometry, slabs[0].rows) // 4)
 
 
 def _dispatches(

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import o1core
+from o1core import Geometry
 from o1core.testing import KNOWN_DEFECTS, Rows, cases, random_rows
 from o1core.testing.known import FAR_MAXIMUM, SHIFT
 
@@ -50,6 +51,19 @@ SUBSET = [case for case in cases() if case.name in _FEW]
 # Small layers ---------------------------------------------------------------------------------
 
 SMALL = o1core.Config(landmarks=8, window=32, sinks=2)
+
+
+# Edges of quads, tiles and windows; for what is counted without being run.
+GEOMETRIES = [
+    Geometry.of(
+        groups, heads, head_dim, value_dim=values, window=window, sinks=sinks, landmarks=landmarks
+    )
+    for groups, heads in ((1, 1), (2, 6), (3, 5))
+    for head_dim, values in ((1, 3), (16, 12), (251, 256))
+    for window, sinks in ((1, 0), (63, 5), (200, 255))
+    for landmarks in (0, 5, 32, 65)
+]
+ROW_COUNTS = (1, 2, 5, 63, 64, 65, 200, 1000)
 
 
 def small_rows(rows: int) -> Rows:

@@ -153,7 +153,7 @@ def test_scratch_of_a_whole_call_is_bounded(rows: int, scratch: int) -> None:
 
 
 def test_scratch_too_small_for_a_sub_chunk() -> None:
-    large = Geometry.of(64, 8, 256, window=4096)
+    large = Geometry.of(64, 8, 16, window=4096)
     plan = Plan.build(large, 20, strategy="whole-call", scratch=2**27)
     assert plan.slabs == ((0, 8), (8, 8), (16, 4))
     assert plan.sub_chunks == tuple(map(SubChunk._make, plan.slabs))

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import REQUIRED, ROOT, TAICHI_ARCH, require_backend
-from support import SMALL, SUBSET, same_state, small_layer, small_rows
+from support import GEOMETRIES, ROW_COUNTS, SMALL, SUBSET, same_state, small_layer, small_rows
 
 import o1core
+from o1core.plan import MAX_SUB_CHUNK, scratch_bytes
 from o1core.testing import Rows, check_backend, random_rows, run_case
 
 only_taichi = pytest.mark.parametrize("backend", ["taichi"], indirect=True)
@@ -44,6 +45,17 @@ def device_rows(ti: Any, rows: Rows) -> tuple[Any, Any, Any]:
 
 
 # Kernels --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_scratch_is_no_more_than_the_plan_says(ti: Any, on_cpu: bool) -> None:
+    """Calls of less than 64 rows take that of 64."""
+    from o1core_taichi.executor import _scratch_shapes, _total
+
+    for geometry in GEOMETRIES:
+        for rows in ROW_COUNTS:
+            own = 4 * _total(_scratch_shapes(geometry, rows, on_cpu))
+            assert own <= scratch_bytes(geometry, max(rows, MAX_SUB_CHUNK)), (geometry, rows)
 
 
 @only_taichi

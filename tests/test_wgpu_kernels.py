@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 from conftest import poison_gpu
-from support import SUBSET
+from support import GEOMETRIES, ROW_COUNTS, SUBSET
 
 pytest.importorskip("wgpu")
 
@@ -75,13 +75,21 @@ class Watched(OwnKernels):
         return launches
 
 
-@pytest.mark.parametrize(("budget", "rows"), [(1, 1), (110_000, 32), (250_000, 64), (400_000, 100)])
+def test_scratch_is_no_more_than_the_plan_says() -> None:
+    for geometry in GEOMETRIES:
+        for rows in ROW_COUNTS:
+            plan = Plan.build(geometry, rows, strategy="whole-call", scratch=2**40)
+            (told,) = (b.nbytes for b in plan.buffers if b.name == "scratch")
+            assert own_kernels().scratch_bytes(plan) <= told, (geometry, rows)
+
+
+@pytest.mark.parametrize(("budget", "rows"), [(1, 1), (140_000, 32), (400_000, 64), (500_000, 100)])
 def test_slabs(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, budget: int, rows: int) -> None:
     """Scratch too small for a call, and calls of several submissions."""
     monkeypatch.setattr(executor, "SUBMITTED_ROWS", 3 * rows)
     kernels = Watched()
     slabs = WgpuExecutor(gpu, kernels)
-    slabs.max_scratch = budget
+    slabs.largest_scratch = budget
     check_backend(slabs, named("plain"))
     assert kernels.most == rows
     names = ("no-landmarks", "half-full", "mixed-windows", "massive-100-at-40")

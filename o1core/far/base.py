@@ -26,8 +26,8 @@ class FarField(ABC):
     """By strategy: what attend reads of it."""
 
     @abstractmethod
-    def scratch_parts(self, g: Geometry, sub_chunks: int) -> dict[str, tuple[int, ...]]:
-        """What its kernels tell each other and attend in a whole call; name -> shape."""
+    def scratch_parts(self, g: Geometry, rows: int, sub_chunks: int) -> dict[str, tuple[int, ...]]:
+        """What its kernels tell each other and attend in a whole call, at most; name -> shape."""
 
     @abstractmethod
     def arrays(self, g: Geometry) -> dict[str, tuple[int, ...]]:

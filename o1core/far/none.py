@@ -27,7 +27,7 @@ class NoFarField(FarField):
         "whole-call": (),
     }
 
-    def scratch_parts(self, g: Geometry, sub_chunks: int) -> dict[str, tuple[int, ...]]:
+    def scratch_parts(self, g: Geometry, rows: int, sub_chunks: int) -> dict[str, tuple[int, ...]]:
         return {}
 
     def arrays(self, g: Geometry) -> dict[str, tuple[int, ...]]:

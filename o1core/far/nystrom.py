@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from o1core.checks import F32, MAX_KEY, MAX_VALUE
 from o1core.far.base import Arrays, FarField
-from o1core.layout import MAX_SUB_CHUNK, Buffer, Kernel, Meta, Strategy
+from o1core.layout import MAX_SUB_CHUNK, Buffer, Kernel, Meta, Strategy, up_to
 
 if TYPE_CHECKING:
     from o1core.config import Geometry
@@ -81,17 +81,19 @@ class Nystrom(FarField):
         "whole-call": ("k_landmarks", "mix", "scratch"),
     }
 
-    def scratch_parts(self, g: Geometry, sub_chunks: int) -> dict[str, tuple[int, ...]]:
-        by_row = (g.heads, g.landmarks, MAX_SUB_CHUNK * sub_chunks)
-        by_sub_chunk = (sub_chunks, g.heads)
+    def scratch_parts(self, g: Geometry, rows: int, sub_chunks: int) -> dict[str, tuple[int, ...]]:
+        landmarks = up_to(g.landmarks, 4)
+        by_row = (g.heads, landmarks, MAX_SUB_CHUNK * sub_chunks)
+        by_sub_chunk = (sub_chunks, g.heads, landmarks)
         return {
             "far_logits": by_row,
             "far_peaks": by_row,
             "far_weights": by_row,
-            "sub_chunk_mass": (*by_sub_chunk, g.landmarks),
-            "running_max": (*by_sub_chunk, g.landmarks),
-            "running_mass": (*by_sub_chunk, g.landmarks),
-            "numerators": (*by_sub_chunk, g.landmarks, g.value_dim),
+            "block_mass": by_sub_chunk,
+            "running": (*by_sub_chunk, 4),
+            "numerators": (*by_sub_chunk, up_to(g.value_dim, 4)),
+            # Where there is no workgroup memory for what a row knows of its landmarks.
+            "landmark_store": (g.heads, rows, 3, g.landmarks),
         }
 
     def arrays(self, g: Geometry) -> dict[str, tuple[int, ...]]:

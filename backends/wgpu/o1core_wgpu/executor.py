@@ -20,7 +20,7 @@ from o1core.errors import BackendUnavailable
 from o1core.executor import Buffers, Executor
 from o1core.layout import Buffer, Meta, Strategy, as_meta, buffers, state_buffers
 from o1core.meter import Meter
-from o1core.plan import MAX_SCRATCH, MAX_SUB_CHUNK, Plan
+from o1core.plan import MAX_SCRATCH, MAX_SUB_CHUNK, Plan, scratch_bytes
 from o1core_wgpu.device import Gpu, open_gpu, software_adapter
 from o1core_wgpu.kernel_set import GivenKernels, KernelSet, own_kernels
 from o1core_wgpu.meter import WgpuMeter
@@ -76,7 +76,7 @@ class WgpuExecutor(Executor):
         self._use(gpu)
 
     def _use(self, gpu: Gpu) -> None:
-        self.max_scratch = min(MAX_SCRATCH, gpu.largest_binding)
+        self.max_scratch, self.largest_scratch = MAX_SCRATCH, gpu.largest_binding
         pipelines, work = gpu.pipelines(self._kernels), Workspace(gpu)
         self._gpu, self._pipelines, self._work = gpu, pipelines, work
 
@@ -183,13 +183,16 @@ class WgpuExecutor(Executor):
 
     def _plan(self, geometry: Geometry, rows: int, strategy: Strategy) -> Plan:
         # A slab has to lie within what one submission binds, and its launches within the grid.
-        widest = max(row_bytes(geometry).values())
+        widest, sub_chunk = (
+            max(row_bytes(geometry).values()),
+            scratch_bytes(geometry, MAX_SUB_CHUNK),
+        )
         fits = min(self._largest(geometry), ARRAY_BUDGET) // widest
         return Plan.build(
             geometry,
             rows,
             strategy=strategy,
-            scratch=self.max_scratch,
+            scratch=min(max(self.max_scratch, sub_chunk), self.largest_scratch),
             slab=max(1, min(self.max_slab, fits, self._kernels.most_rows(geometry))),
         )
 
