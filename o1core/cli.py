@@ -558,7 +558,7 @@ def _bench_options(args: argparse.Namespace) -> Any:
         sealed=number("--seal", args.seal, 4096, 1024, 0),
         repeats=number("--repeats", args.repeats, 15, 5, 1),
         budget=1.0 if args.quick else 3.0,
-        stream_seconds=3.0 if args.quick else 15.0,
+        stream_seconds=3.0 if args.quick else 30.0,
     )
 
 

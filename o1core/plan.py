@@ -153,10 +153,12 @@ class Plan:
                 f"meta must have one entry for each of {self.geometry.groups} groups, "
                 f"got {len(meta)}"
             )
-        after = tuple(
-            GroupMeta(*group).after(self.rows, window)
-            for group, window in zip(meta, self.geometry.windows, strict=True)
-        )
+        # Groups of one window stand alike, and there may be hundreds of them in a batch.
+        before = [
+            (*group, window) for group, window in zip(meta, self.geometry.windows, strict=True)
+        ]
+        moved = {each: GroupMeta(*each[:3]).after(self.rows, each[3]) for each in set(before)}
+        after = tuple(moved[each] for each in before)
         if max(group.far for group in after) >= 2**32:
             raise ValueError(
                 f"rows must leave the far count below 2^32, got {self.rows} more after "
@@ -298,6 +300,7 @@ def _largest_slab(geometry: Geometry, scratch: int, most: int) -> int:
     return rows
 
 
+@lru_cache(maxsize=1024)
 def scratch_bytes(geometry: Geometry, rows: int) -> int:
     """Bytes of scratch in a whole call, or a slab of one, of `rows` rows: all of its parts."""
     return 4 * sum(math.prod(shape) for shape in scratch_parts(geometry, rows).values())

@@ -376,12 +376,40 @@ def test_repetitions_end_with_the_budget(monkeypatch: pytest.MonkeyPatch) -> Non
         now += 1
         return now
 
-    monkeypatch.setattr(turns, "time", SimpleNamespace(perf_counter=tick))
+    clock = SimpleNamespace(perf_counter=tick, process_time=lambda: 0.0, sleep=lambda _: None)
+    monkeypatch.setattr(turns, "time", clock)
     seconds, _ = turns.in_turns({"a": turns.clocked(lambda: None, calls=4)}, 100, 20)
     assert set(seconds["a"]) == {0.25}
     assert turns.LEAST < len(seconds["a"]) < 20
     seconds, _ = turns.in_turns({"a": lambda: 1.0}, 100, 0)
     assert len(seconds["a"]) == turns.LEAST
+
+
+def test_threads_that_go_on_spinning_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, cpu, spinning = 0.0, 0.0, 0.0
+    order: list[str] = []
+
+    def sleep(seconds: float) -> None:
+        nonlocal now, cpu, spinning
+        order.append(".")
+        now += seconds
+        cpu += min(seconds, spinning)
+        spinning = max(0.0, spinning - seconds)
+
+    def quiet() -> float:
+        order.append("q")
+        return 1.0
+
+    def restless() -> float:
+        nonlocal spinning
+        order.append("r")
+        spinning = 2.5 * turns.STILL_SECONDS
+        return 1.0
+
+    clock = SimpleNamespace(perf_counter=lambda: now, process_time=lambda: cpu, sleep=sleep)
+    monkeypatch.setattr(turns, "time", clock)
+    turns.in_turns({"quiet": quiet, "restless": restless}, 2, 1e9)
+    assert "".join(order) == "q.r....qr....qr...."
 
 
 # Arguments and files ------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ try:
     from wgpu.backends import wgpu_native as native
 
     from o1core_wgpu import WgpuExecutor, device, executor, workspace
+    from o1core_wgpu import native as commands
     from o1core_wgpu.source import ENVIRONMENT
 except ImportError:
     pass  # every test then skips, or fails, with the reason
@@ -1481,6 +1482,34 @@ def test_many_row_counts(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     for part, buffers in recorded:
         assert host.floats(buffers[3]) == twin.extend(*part).tobytes()
     assert same_state(layer.state(), twin.state())
+
+
+def test_launches_recorded_by_either_way(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, rows = small_layer(host.engine)
+    direct = layer.fork().extend(*rows)
+    assert commands.COMMANDS is not None
+    monkeypatch.setattr(commands, "COMMANDS", None)
+    assert layer.extend(*rows).tobytes() == direct.tobytes()
+
+
+def test_a_launch_that_is_wrong_shows_when_the_encoder_is_finished(host: Host) -> None:
+    layer, rows = small_layer(host.engine)
+    buffers = host.buffers(layer, rows)
+    encoder = host.device.create_command_encoder()
+    recorded = []
+
+    def swapped(compute: Any, launches: Any) -> None:
+        # The bind group of the first launch does not fit the pipeline of the second.
+        first, second, *_ = launches
+        recorded.append(second)
+        commands.record(compute, [first, second._replace(group=first.group)])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(executor, "record", swapped)
+        layer.encode(encoder, *buffers, len(rows[0]))
+    assert recorded
+    with pytest.raises(wgpu.GPUValidationError):
+        encoder.finish()
 
 
 def test_a_call_of_more_uniforms_than_slots(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,7 +146,10 @@ class TorchExact(Exact):
         want = self._wanted(q, k, v)
         found: dict[str, tuple[float, Work]] = {}
         refused: dict[str, str] = {}
-        for kernel, (around, call) in self._kernels(q, k, v).items():
+        kernels = self._kernels(q, k, v)
+        if not kernels:
+            raise RuntimeError(f"its logits would take more than {MATERIALISED:,} bytes")
+        for kernel, (around, call) in kernels.items():
             work = partial(self._timed, around, call)
             try:
                 with warnings.catch_warnings(), around(), torch_inference(self._torch):

@@ -61,10 +61,11 @@ def _contexts(page: Any, figures: Sequence[Figure]) -> bool:
             if f.rows == rows:
                 # Which kernel of torch was the fastest changes along the line.
                 lines.setdefault(f.candidate.partition(" (")[0], []).append(f)
-        for label, line in sorted(lines.items()):
+        # Exact attention last, so that backends have the colours of the other page.
+        for label, line in sorted(lines.items(), key=lambda each: each[0].startswith("exact")):
             _line(axes, label, [f.streamed or f.context or 0 for f in line], line)
         axes.set(xlabel="rows seen, keys of exact attention", ylabel="milliseconds a call")
-        axes.set_title(f"{rows} rows a call")
+        axes.set_title(f"{rows} row{'s' if rows > 1 else ''} a call")
         _finish(axes)
     return True
 

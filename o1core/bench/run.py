@@ -86,7 +86,7 @@ class Options:
     sealed: int
     repeats: int = 15
     budget: float = 3.0
-    stream_seconds: float = 15.0
+    stream_seconds: float = 30.0
 
 
 def bench(options: Options, watch: Watch | None = None) -> Results:

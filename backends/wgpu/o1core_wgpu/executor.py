@@ -24,6 +24,7 @@ from o1core.plan import MAX_SCRATCH, MAX_SUB_CHUNK, Plan, scratch_bytes
 from o1core_wgpu.device import Gpu, open_gpu, software_adapter
 from o1core_wgpu.kernel_set import GivenKernels, KernelSet, own_kernels
 from o1core_wgpu.meter import WgpuMeter
+from o1core_wgpu.native import Launched, record
 from o1core_wgpu.source import ENVIRONMENT, load
 from o1core_wgpu.workspace import (
     STAGING,
@@ -465,10 +466,13 @@ class WgpuExecutor(Executor):
         program: Sequence[Step],
         groups: Mapping[str, wgpu.GPUBindGroup],
     ) -> None:
-        for entry_point, workgroups, offset in program:
-            compute.set_pipeline(self._pipelines[entry_point].compute)
-            compute.set_bind_group(0, groups[entry_point], [offset])
-            compute.dispatch_workgroups(*workgroups)
+        record(
+            compute,
+            [
+                Launched(self._pipelines[name].compute, groups[name], offset, workgroups)
+                for name, workgroups, offset in program
+            ],
+        )
 
     def _bind_groups(
         self, work: Workspace, handle: WgpuState, plan: Plan, bound: Mapping[str, Bound]
